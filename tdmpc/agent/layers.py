@@ -1,0 +1,150 @@
+"""Building blocks of the networks (TD-MPC2, arXiv 2310.16828, section 3.1 and appendix H)."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class SimNorm(nn.Module):
+    """Project a vector onto simplices: a softmax within each of its groups.
+
+    Feature `j` of group `i` lies at position `j * (D / group_size) + i`. Groups of neighbours, as in the
+    published code, are the same function of renamed features; laid out at a stride, the softmax runs along
+    contiguous memory, which is an order of magnitude faster on a CPU. `official.py` does the renaming.
+
+    Args:
+        group_size: features per simplex, 8 in the paper.
+
+    """
+
+    def __init__(self, group_size: int) -> None:
+        super().__init__()
+        self.group_size = group_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x [..., D]` to the same shape, every group summing to 1."""
+        return x.unflatten(-1, (self.group_size, -1)).softmax(-2).flatten(-2)
+
+
+class NormedLinear(nn.Linear):
+    """Linear layer, LayerNorm, activation: `[..., in] -> [..., out]`."""
+
+    def __init__(self, in_features: int, out_features: int, activation: nn.Module | None = None) -> None:
+        super().__init__(in_features, out_features)
+        self.ln = nn.LayerNorm(out_features)
+        self.activation = activation or nn.Mish()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the layer to `input [..., in]`."""
+        return self.activation(self.ln(super().forward(input)))
+
+
+def mlp(
+    in_features: int, hidden: Sequence[int], out_features: int, activation: nn.Module | None = None
+) -> nn.Sequential:
+    """Stack `NormedLinear` layers; the last layer is plain linear, or normed when given an activation."""
+    sizes = [in_features, *hidden]
+    layers: list[nn.Module] = [NormedLinear(i, o) for i, o in itertools.pairwise(sizes)]
+    last = NormedLinear(sizes[-1], out_features, activation) if activation else nn.Linear(sizes[-1], out_features)
+    return nn.Sequential(*layers, last)
+
+
+class StackedLayer(NamedTuple):
+    """The same layer of several networks: `weight [Q, out, in]`, the others `[Q, out]`; no norm: plain linear."""
+
+    weight: Tensor
+    bias: Tensor
+    ln_weight: Tensor | None
+    ln_bias: Tensor | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "StackedLayer":
+        """Return the layer with every tensor replaced by its image."""
+        norm = [None if t is None else function(t) for t in (self.ln_weight, self.ln_bias)]
+        return StackedLayer(function(self.weight), function(self.bias), *norm)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return the linear part for `x [M, in]`, shared by the networks, or `[Q, M, in]`: `[Q, M, out]`."""
+        x = x.expand(self.weight.shape[0], *x.shape[-2:])
+        return torch.baddbmm(self.bias.unsqueeze(1), x, self.weight.mT)
+
+    def activate(self, h: Tensor) -> Tensor:
+        """Return Mish(LayerNorm(h)) for `h [Q, ..., out]`."""
+        assert self.ln_weight is not None
+        assert self.ln_bias is not None
+        affine_shape = (h.shape[0], *[1] * (h.dim() - 2), h.shape[-1])
+        normed = F.layer_norm(h, h.shape[-1:])
+        return F.mish(torch.addcmul(self.ln_bias.view(affine_shape), normed, self.ln_weight.view(affine_shape)))
+
+
+def stack_layers(layers: Sequence[nn.Linear]) -> StackedLayer:
+    """Stack layers of equal shape, one of each network, so that one batched product serves all of them."""
+    norms = [layer.ln for layer in layers if isinstance(layer, NormedLinear)]
+    return StackedLayer(
+        torch.stack([layer.weight for layer in layers]),
+        torch.stack([layer.bias for layer in layers]),
+        torch.stack([ln.weight for ln in norms]) if norms else None,
+        torch.stack([ln.bias for ln in norms]) if norms else None,
+    )
+
+
+def run_stacked(layers: Sequence[StackedLayer], x: Tensor, drop: Tensor | None = None) -> Tensor:
+    """Run stacked networks on `x [M, in]`, giving `[Q, M, out]`.
+
+    Args:
+        layers: hidden layers (normed, Mish) and a plain last layer.
+        x: input, shared by all networks.
+        drop: dropout factors of the first layer, 0 or 1/(1-p), `[Q, M, hidden]`; none: no dropout.
+
+    """
+    *hidden, last = layers
+    for i, layer in enumerate(hidden):
+        h = layer.product(x)
+        if i == 0 and drop is not None:
+            h = h * drop
+        x = layer.activate(h)
+    return last.product(x)
+
+
+class _Norm(nn.Module):
+    """Affine LayerNorm parameters of every head; named so that keys end as those of `NormedLinear`."""
+
+    def __init__(self, num_heads: int, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_heads, features))
+        self.bias = nn.Parameter(torch.zeros(num_heads, features))
+
+
+class _EnsembleLayer(nn.Module):
+    def __init__(self, num_heads: int, in_features: int, out_features: int, normed: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(num_heads, out_features))
+        self.ln = _Norm(num_heads, out_features) if normed else None
+
+    def stacked(self, heads: Tensor | None) -> StackedLayer:
+        norm = (None, None) if self.ln is None else (self.ln.weight, self.ln.bias)
+        layer = StackedLayer(self.weight, self.bias, *norm)
+        return layer if heads is None else layer.map(lambda tensor: tensor[heads])
+
+
+class Ensemble(nn.ModuleList):
+    """`num_heads` independent copies of `mlp(in_features, hidden, out_features)` with stacked weights."""
+
+    def __init__(self, num_heads: int, in_features: int, hidden: Sequence[int], out_features: int) -> None:
+        sizes = [in_features, *hidden, out_features]
+        last = len(sizes) - 2
+        super().__init__(_EnsembleLayer(num_heads, sizes[i], sizes[i + 1], normed=i < last) for i in range(last + 1))
+
+    def layers(self, heads: Tensor | None = None) -> list[StackedLayer]:
+        """Return the layers of all heads, or of the given ones, `heads [n]` int64, for `run_stacked`."""
+        return [layer.stacked(heads) for layer in self]  # pyright: ignore[reportCallIssue]
+
+
+def draw_heads(num_heads: int, *draws: int, generator: torch.Generator) -> Tensor:
+    """Draw two different heads, uniformly, `draws` times: int64 `[*draws, 2]`, on the generator's device."""
+    scores = torch.rand(*draws, num_heads, generator=generator, device=generator.device)
+    return scores.topk(min(2, num_heads), dim=-1).indices
