@@ -21,7 +21,6 @@ class Lifetime:
     Attributes:
         steps: steps of training environments.
         updates: updates.
-
     """
 
     steps: int = 0
@@ -39,7 +38,6 @@ class TDMPC2:
         init_seed: seed of the initial weights.
         update_seed: seed of the noise in updates.
         device: where everything lives.
-
     """
 
     def __init__(
@@ -78,7 +76,6 @@ class TDMPC2:
 
         Returns:
             Actions `[E, A]` in [-1, 1] and the state for the next call.
-
         """
         z = self.model.encode(obs)
         if not self.planner.mpc:

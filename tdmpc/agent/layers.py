@@ -18,7 +18,6 @@ class SimNorm(nn.Module):
 
     Args:
         group_size: features per simplex, 8 in the paper.
-
     """
 
     def __init__(self, group_size: int) -> None:
@@ -98,7 +97,6 @@ def run_stacked(layers: Sequence[StackedLayer], x: Tensor, drop: Tensor | None =
         layers: hidden layers (normed, Mish) and a plain last layer.
         x: input, shared by all networks.
         drop: dropout factors of the first layer, 0 or 1/(1-p), `[Q, M, hidden]`; none: no dropout.
-
     """
     *hidden, last = layers
     for i, layer in enumerate(hidden):

@@ -90,7 +90,6 @@ class Learner:
 
         Returns:
             Losses, gradient norms (before clipping) and statistics: detached scalars on the device.
-
         """
         loss, latents, metrics = self.world_loss(batch, noise)
         metrics["grad_norm"] = self._descend(loss, self.optimizer, self.world_parameters)

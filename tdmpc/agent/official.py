@@ -21,6 +21,8 @@ _PREFIXES = {
     "_Qs.params.": "q.",
     "_target_Qs_params.": "target_q.",
 }
+# What no shape tells is the same in all published models.
+_NOT_IN_SHAPES = {"simnorm_dim": 8, "vmin": -10.0, "vmax": 10.0}
 
 
 def is_published(state: Mapping[str, Any]) -> bool:
@@ -28,7 +30,7 @@ def is_published(state: Mapping[str, Any]) -> bool:
     return any(key.startswith("_dynamics.") for key in state)
 
 
-def from_published(state: Mapping[str, Any], *, simnorm_dim: int, vmin: float, vmax: float) -> dict[str, Any]:
+def from_published(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `TDMPC2.weights` would for a published state dict.
 
     Its sizes are read off the shapes. The running scale, which the published file lacks, starts at 1; so does
@@ -36,13 +38,9 @@ def from_published(state: Mapping[str, Any], *, simnorm_dim: int, vmin: float, v
 
     Args:
         state: the published state dict, `torch.load(...)["model"]`.
-        simnorm_dim: features of a SimNorm group; no shape tells it.
-        vmin: lowest bin; no shape tells it.
-        vmax: highest bin.
 
     Raises:
         ValueError: the file is of a multi-task or a pixel model, or lacks a network.
-
     """
     foreign = [key for key in state if key.startswith(("_task_emb", "_encoder.rgb", "_action_masks"))]
     if foreign:
@@ -51,14 +49,14 @@ def from_published(state: Mapping[str, Any], *, simnorm_dim: int, vmin: float, v
     ours = {_rename(key, _PREFIXES): value for key, value in state.items() if isinstance(value, Tensor)}
     ours.pop("", None)
     try:
-        network = _infer_sizes(ours) | {"simnorm_dim": simnorm_dim, "vmin": vmin, "vmax": vmax}
+        network = _infer_sizes(ours) | _NOT_IN_SHAPES
     except KeyError as error:
         raise ValueError(f"it has no {error.args[0]}") from None
     low = float(state["log_std_min"])
     network |= {"log_std_min": low, "log_std_max": low + float(state["log_std_dif"])}
     return {
         "network": network,
-        "model": _permute_latents(ours, simnorm_dim, to_strided=True),
+        "model": _permute_latents(ours, network["simnorm_dim"], to_strided=True),
         "scale": torch.ones(()),
         "lifetime": {"steps": 0, "updates": 0},
     }

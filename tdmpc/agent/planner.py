@@ -18,11 +18,14 @@ class PlannerState:
     Attributes:
         mean: the last solution of every environment, `[E, H, A]`: the warm start of the next plan.
         generator: the random stream of all noise in acting.
-
     """
 
     mean: Tensor
     generator: torch.Generator
+
+    def select(self, index: Tensor) -> "PlannerState":
+        """Return the state of the environments that `index [n]` (int64) names, with the same random stream."""
+        return PlannerState(self.mean[index], self.generator)
 
 
 class PlannerNoise(NamedTuple):
@@ -175,7 +178,6 @@ def plan(
 
     Returns:
         The actions to take, `[E, A]` in [-1, 1], and the solution `[E, H, A]`.
-
     """
     s = settings
     shared = imagination.share(z0)

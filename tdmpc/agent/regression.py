@@ -21,7 +21,6 @@ class TwoHot(nn.Module):
         num_bins: number of bins K, at least 2.
         vmin: lowest bin, in symlog space.
         vmax: highest bin, in symlog space.
-
     """
 
     bins: Tensor

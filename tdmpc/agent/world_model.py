@@ -80,7 +80,6 @@ class WorldModel(nn.Module):
             z: latents `[..., D]`.
             action: actions `[..., A]`.
             drop: dropout factors of the first layer, `[n, M, mlp_dim]` with M the product of the leading axes.
-
         """
         x = torch.cat([z, action], -1)
         return run_stacked(layers, x.flatten(0, -2), drop).unflatten(1, x.shape[:-1])

@@ -14,7 +14,6 @@ from tdmpc.agent.settings import discount_factor
 from tests.agent.builders import make_agent
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-BINS = {"simnorm_dim": 8, "vmin": -10, "vmax": 10}
 
 
 class Golden:
@@ -23,7 +22,7 @@ class Golden:
     def __init__(self, name):
         self.arrays = {key: torch.from_numpy(np.array(value)) for key, value in np.load(GOLDEN / f"{name}.npz").items()}
         self.published = torch.load(GOLDEN / f"{name}.pt", weights_only=True)["model"]
-        weights = from_published(self.published, **BINS)
+        weights = from_published(self.published)
         self.agent = make_agent(
             network=weights["network"],
             learner={"dropout": 0.0, "entropy_coef": 0.0},
@@ -139,7 +138,7 @@ def test_losses_and_weights_after_updates_are_the_published_ones(trainable, upda
             continue
         close(value, trainable[f"update{updates}/{name}"], rtol=1e-3, atol=1e-4)
     published = {key: value for key, value in trainable.arrays.items() if key.startswith(f"after{updates}/")}
-    expected = from_published({key.split("/")[1]: value for key, value in published.items()}, **BINS)
+    expected = from_published({key.split("/")[1]: value for key, value in published.items()})
     for key, value in trainable.model.state_dict().items():
         close(value, expected["model"][key], rtol=1e-3, atol=1e-4)
 

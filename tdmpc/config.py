@@ -1,0 +1,222 @@
+"""Every key of the command line: its type, its default, its sentence, and what is allowed.
+
+Names and defaults are those that the authors of TD-MPC2 publish, as far as they have the key.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any
+
+from tdmpc.keys import Section, key, require
+
+MODEL_SIZES: dict[int, dict[str, int]] = {
+    1: {"num_enc_layers": 2, "enc_dim": 256, "mlp_dim": 384, "latent_dim": 128, "num_q": 2},
+    5: {"num_enc_layers": 2, "enc_dim": 256, "mlp_dim": 512, "latent_dim": 512, "num_q": 5},
+    19: {"num_enc_layers": 3, "enc_dim": 1024, "mlp_dim": 1024, "latent_dim": 768, "num_q": 5},
+    48: {"num_enc_layers": 4, "enc_dim": 1792, "mlp_dim": 1792, "latent_dim": 768, "num_q": 5},
+    317: {"num_enc_layers": 5, "enc_dim": 4096, "mlp_dim": 4096, "latent_dim": 1376, "num_q": 8},
+}
+"""Sizes of the networks for each `model_size`, which is about the number of parameters in millions."""
+
+UNSAFE_IN_A_NAME = re.compile(r"[^\w.+=-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Section):
+    """Task and environments."""
+
+    task: str = key("walker-walk", "Task to solve: walker-walk (DMControl) or gym:HalfCheetah-v5 (Gymnasium).")
+    obs: str = key("state", "What the agent observes: state.")
+    env: Mapping[str, Any] = key({}, "Options for gymnasium.make, each written as env.option=value.")
+    num_envs: int = key(1, "Number of environments that are stepped together.", ge=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.obs == "state", "obs", self.obs, "must be state; pixel observations are not supported yet")
+        require(bool(re.search(r"\w", self.task)), "task", self.task, "must be the name of a task")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepping(Section):
+    """How the environments are stepped."""
+
+    episodic: bool = key(False, "Whether episodes can terminate, so that the agent learns to predict it.")
+    vector: str = key(
+        "auto",
+        "How they are stepped: sync (in this process), async (one process each), or auto.",
+        choices=("auto", "sync", "async"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Section):
+    """Training."""
+
+    steps: int = key(10_000_000, "Length of the run in steps, counted over all environments.", ge=1)
+    seed_steps: int | None = key(
+        None, "Steps of random actions before learning starts; null takes max(1000, 5 episodes).", ge=0
+    )
+    eval_freq: int = key(50_000, "Steps between evaluations.", ge=1)
+    steps_per_update: float = key(1.0, "Steps per update; 0.5 makes two updates per step.", gt=0)
+    batch_size: int = key(256, "Number of slices in the batch of an update.", ge=1)
+    buffer_size: int = key(1_000_000, "Number of steps that the replay buffer holds.", ge=1)
+    reward_coef: float = key(0.1, "Weight of the reward loss.", ge=0)
+    value_coef: float = key(0.1, "Weight of the value loss.", ge=0)
+    termination_coef: float = key(1.0, "Weight of the termination loss.", ge=0)
+    consistency_coef: float = key(20.0, "Weight of the latent consistency loss.", ge=0)
+    entropy_coef: float = key(1e-4, "Weight of the entropy in the loss of the policy prior.", ge=0)
+    rho: float = key(0.5, "Factor by which a loss counts less with each step into the future.", gt=0, le=1)
+    lr: float = key(3e-4, "Learning rate.", gt=0)
+    enc_lr_scale: float = key(0.3, "Learning rate of the encoder, relative to lr.", gt=0)
+    grad_clip_norm: float = key(20.0, "Norm to which gradients are clipped.", gt=0)
+    dropout: float = key(0.01, "Dropout in the first layer of the Q networks.", ge=0, lt=1)
+    tau: float = key(0.01, "Share of the way that the target Q networks move in an update.", gt=0, le=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Section):
+    """Evaluation."""
+
+    checkpoint: str | None = key(
+        None, "Saved weights to start from: a run directory, a checkpoint, or a published file."
+    )
+    eval_episodes: int = key(10, "Number of episodes in an evaluation.", ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning(Section):
+    """Planning."""
+
+    mpc: bool = key(True, "Plan every action; false takes it from the policy prior.")
+    horizon: int = key(3, "Number of steps planned ahead, and of the steps that a slice is long.", ge=1)
+    iterations: int = key(
+        6, "Iterations of a plan, to which 2 are added where actions have at least 20 dimensions.", ge=1
+    )
+    num_samples: int = key(512, "Number of trajectories tried in an iteration.", ge=1)
+    num_elites: int = key(64, "Number of best trajectories that the next iteration follows.", ge=1)
+    num_pi_trajs: int = key(24, "Number of the trajectories that come from the policy prior.", ge=0)
+    min_std: float = key(0.05, "Least standard deviation of the sampled actions.", gt=0)
+    max_std: float = key(2.0, "Largest standard deviation of the sampled actions, and the initial one.", gt=0)
+    temperature: float = key(0.5, "How strongly better elites weigh more.", gt=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_most_all = f"must be at most num_samples ({self.num_samples})"
+        require(self.num_elites <= self.num_samples, "num_elites", self.num_elites, at_most_all)
+        require(self.num_pi_trajs <= self.num_samples, "num_pi_trajs", self.num_pi_trajs, at_most_all)
+        at_most_max = f"must be at most max_std ({self.max_std})"
+        require(self.min_std <= self.max_std, "min_std", self.min_std, at_most_max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Discount(Section):
+    """Discount."""
+
+    discount_denom: float = key(5.0, "The discount looks ahead an episode's length divided by this.", gt=0)
+    discount_min: float = key(0.95, "Least discount.", ge=0, le=1)
+    discount_max: float = key(0.995, "Largest discount.", ge=0, le=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_most_max = f"must be at most discount_max ({self.discount_max})"
+        require(self.discount_min <= self.discount_max, "discount_min", self.discount_min, at_most_max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorCritic(Section):
+    """Actor and critic."""
+
+    log_std_min: float = key(-10.0, "Least log standard deviation of the policy prior.")
+    log_std_max: float = key(2.0, "Largest log standard deviation of the policy prior.")
+    num_bins: int = key(101, "Number of bins over which rewards and values are predicted.", ge=2)
+    vmin: float = key(-10.0, "Lowest bin, in symlog space.")
+    vmax: float = key(10.0, "Highest bin, in symlog space.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        below_max = f"must be below log_std_max ({self.log_std_max})"
+        require(self.log_std_min < self.log_std_max, "log_std_min", self.log_std_min, below_max)
+        require(self.vmin < self.vmax, "vmin", self.vmin, f"must be below vmax ({self.vmax})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture(Section):
+    """Architecture (null takes the value of the model size).
+
+    Once made, the object holds the sizes that were taken.
+    """
+
+    model_size: int = key(5, "Size of the agent, in millions of parameters.", choices=tuple(MODEL_SIZES))
+    num_enc_layers: int = key(None, "Number of layers of the encoder.", ge=1)
+    enc_dim: int = key(None, "Width of the encoder.", ge=1)
+    mlp_dim: int = key(None, "Width of the other networks.", ge=1)
+    latent_dim: int = key(None, "Size of the latent state.", ge=1)
+    num_q: int = key(None, "Number of Q networks.", ge=2)
+    simnorm_dim: int = key(8, "Size of the groups in which SimNorm normalises the latent state.", ge=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, size in MODEL_SIZES[self.model_size].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, size)
+        multiple = f"must be a multiple of simnorm_dim ({self.simnorm_dim})"
+        require(self.latent_dim % self.simnorm_dim == 0, "latent_dim", self.latent_dim, multiple)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Section):
+    """Machine and randomness."""
+
+    seed: int = key(1, "Seed of everything that is random.", ge=0)
+    device: str = key("auto", "Where to compute; auto takes cuda if there is one.", choices=("auto", "cpu", "cuda"))
+    threads: int | None = key(None, "Number of CPU threads of torch; null leaves it to torch.", ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording(Section):
+    """What the run leaves behind."""
+
+    run_root: str = key("runs", "Directory in which runs are kept.")
+    exp_name: str = key("default", "Name that sets runs of one task apart.")
+    overwrite: bool = key(False, "Whether to replace a run of the same name; false refuses.")
+    log_freq: int = key(1000, "Steps between log lines.", ge=1)
+    save_agent: bool = key(True, "Whether to save the weights, after every evaluation and at the end.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        plain = not UNSAFE_IN_A_NAME.search(self.exp_name) and not self.exp_name.startswith(".")
+        allowed = "must consist of letters, digits and any of _ . + = -, and not start with a dot"
+        require(plain, "exp_name", self.exp_name, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(
+    Task, Stepping, Training, Evaluation, Planning, Discount, ActorCritic, Architecture, Machine, Recording
+):
+    """Everything that scripts/train.py is told."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = self.num_envs * (self.horizon + 1)
+        allowed = f"must be at least num_envs * (horizon + 1) = {least}, to hold one slice of each environment"
+        require(self.buffer_size >= least, "buffer_size", self.buffer_size, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(Evaluation, Task, Planning, Discount, Machine):
+    """Everything that scripts/evaluate.py is told; the sizes of the agent are those of the checkpoint."""
+
+    checkpoint: str = key(MISSING, "Saved weights to evaluate: a run directory, a checkpoint, or a published file.")
+    num_envs: int = key(10, "Number of episodes that run side by side.", ge=1)
+
+
+def run_directory(config: TrainConfig) -> Path:
+    """Return where a run is kept, `<run_root>/<task>/<exp_name>/seed-<seed>`.
+
+    Characters of the task that do not belong in a path become dashes: `gym:HalfCheetah-v5` is kept in
+    `gym-HalfCheetah-v5`.
+    """
+    task = UNSAFE_IN_A_NAME.sub("-", config.task).strip("-.")
+    return Path(config.run_root) / task / config.exp_name / f"seed-{config.seed}"

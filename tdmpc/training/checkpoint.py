@@ -1,0 +1,102 @@
+"""Saved weights: written whole or not at all, read from our own format or the published one.
+
+A run keeps them as::
+
+    <run directory>/checkpoints/<step>/weights.pt
+"""
+
+import os
+import pickle
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tdmpc.agent.official import from_published, is_published
+
+FORMAT = 1
+WEIGHTS = "weights.pt"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message is one line for whoever named it."""
+
+
+def save_weights(run: Path, step: int, weights: Mapping[str, Any]) -> Path:
+    """Write `checkpoints/<step>/weights.pt` of a run directory, then drop its older checkpoints."""
+    folder = run / "checkpoints" / str(step)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / WEIGHTS
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        torch.save({"format": FORMAT, **weights}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    for other in _checkpoints(run)[:-1]:
+        shutil.rmtree(other)
+    return path
+
+
+def load_weights(source: str) -> dict[str, Any]:
+    """Read what `TDMPC2.weights` gave, from our own file or the published format.
+
+    Args:
+        source: a file, a checkpoint folder, or a run directory (its newest checkpoint).
+
+    Raises:
+        CheckpointError: nothing there, or not a checkpoint, or one of a kind of model that is not supported.
+    """
+    path = find_weights(source)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"checkpoint={source}: {path} cannot be read as a checkpoint ({reason})") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"checkpoint={source}: {path} holds no checkpoint")
+    state = content.get("model", content)
+    if is_published(state):
+        try:
+            return from_published(state)
+        except ValueError as error:
+            raise CheckpointError(f"checkpoint={source}: {error}") from None
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"checkpoint={source}: {path} is neither of format {FORMAT} nor a published checkpoint")
+    return content
+
+
+def find_weights(source: str) -> Path:
+    """Return the file of weights that a file, a checkpoint folder or a run directory stands for.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = Path(source)
+    if path.is_file():
+        return path
+    if (path / WEIGHTS).is_file():
+        return path / WEIGHTS
+    checkpoints = _checkpoints(path)
+    if checkpoints and (checkpoints[-1] / WEIGHTS).is_file():
+        return checkpoints[-1] / WEIGHTS
+    problem = "holds no checkpoint" if path.is_dir() else "does not exist"
+    raise CheckpointError(f"checkpoint={source}: {problem}; name a file, a checkpoint folder or a run directory")
+
+
+def check_sizes(source: str, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuse weights of other sizes than the agent's.
+
+    Raises:
+        CheckpointError: naming every size that differs, as saved and as wanted.
+    """
+    different = [f"{name} {saved[name]} (here {wanted[name]})" for name in wanted if saved[name] != wanted[name]]
+    if different:
+        raise CheckpointError(f"checkpoint={source}: its sizes are not the agent's: {', '.join(different)}")
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    folders = [path for path in run.glob("checkpoints/*") if path.name.isdigit()]
+    return sorted(folders, key=lambda path: int(path.name))

@@ -1,0 +1,94 @@
+"""The directory of a run: who has it, and what made it.
+
+A run writes::
+
+    <run_root>/<task>/<exp_name>/seed-<seed>/
+        config.yaml       every key, resolved
+        provenance.json   command, git commit, versions, machine
+        git.diff          what differed from the commit, where anything did
+        metrics.jsonl     one row a window and an evaluation
+        eval.csv          step,episode_reward
+        checkpoints/      see checkpoint.py
+"""
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import distributions
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+
+_REPOSITORY = Path(__file__).parents[2]
+_FILES = ("config.yaml", "provenance.json", "git.diff", "metrics.jsonl", "eval.csv")
+
+
+class RunDirectoryError(ValueError):
+    """A run directory that cannot be used; the message is one line for whoever started the run."""
+
+
+@contextmanager
+def claim(run: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Hold the directory `run` for this process, empty of an earlier run.
+
+    Args:
+        run: the directory; made where it does not exist.
+        overwrite: whether an earlier run's files in it are deleted. Other files always stay.
+
+    Raises:
+        RunDirectoryError: another process holds it, or it has a run and `overwrite` is false.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(f"{run}: cannot be made ({error.strerror})") from None
+    lock = FileLock(run / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RunDirectoryError(
+            f"{run}: another process is writing this run; choose another exp_name or seed"
+        ) from None
+    with lock:
+        _clear(run, overwrite)
+        yield run
+
+
+def _clear(run: Path, overwrite: bool) -> None:
+    used = [path for path in (*(run / name for name in _FILES), run / "checkpoints") if path.exists()]
+    if used and not overwrite:
+        raise RunDirectoryError(f"{run}: holds a run; choose another exp_name or seed, or overwrite=true to replace it")
+    for path in used:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def describe(run: Path, config: str) -> None:
+    """Write down what the run is made from: its configuration (YAML), the code and the machine."""
+    (run / "config.yaml").write_text(config)
+    provenance = {
+        "command": sys.argv,
+        "commit": _git("rev-parse", "HEAD").strip() or None,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "packages": {dist.metadata["Name"]: dist.version for dist in distributions()},
+    }
+    (run / "provenance.json").write_text(json.dumps(provenance, indent=2))
+    diff = _git("diff", "HEAD")
+    if diff:
+        (run / "git.diff").write_text(diff)
+
+
+def _git(*arguments: str) -> str:
+    """Return what git says about the code, nothing where there is no git or no repository."""
+    try:
+        command = ["git", "-C", str(_REPOSITORY), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""

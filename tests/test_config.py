@@ -1,0 +1,281 @@
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tdmpc.config import MODEL_SIZES, EvaluateConfig, TrainConfig, run_directory
+from tdmpc.keys import ConfigError, defaults, from_mapping, sections, sentence_of, to_yaml
+
+PUBLISHED_DEFAULTS = {
+    "task": "walker-walk",
+    "obs": "state",
+    "episodic": False,
+    "checkpoint": None,
+    "eval_episodes": 10,
+    "eval_freq": 50_000,
+    "steps": 10_000_000,
+    "batch_size": 256,
+    "reward_coef": 0.1,
+    "value_coef": 0.1,
+    "termination_coef": 1,
+    "consistency_coef": 20,
+    "rho": 0.5,
+    "lr": 3e-4,
+    "enc_lr_scale": 0.3,
+    "grad_clip_norm": 20,
+    "tau": 0.01,
+    "discount_denom": 5,
+    "discount_min": 0.95,
+    "discount_max": 0.995,
+    "buffer_size": 1_000_000,
+    "exp_name": "default",
+    "mpc": True,
+    "iterations": 6,
+    "num_samples": 512,
+    "num_elites": 64,
+    "num_pi_trajs": 24,
+    "horizon": 3,
+    "min_std": 0.05,
+    "max_std": 2,
+    "temperature": 0.5,
+    "log_std_min": -10,
+    "log_std_max": 2,
+    "entropy_coef": 1e-4,
+    "num_bins": 101,
+    "vmin": -10,
+    "vmax": 10,
+    "model_size": 5,
+    "num_enc_layers": 2,
+    "enc_dim": 256,
+    "mlp_dim": 512,
+    "latent_dim": 512,
+    "num_q": 5,
+    "dropout": 0.01,
+    "simnorm_dim": 8,
+    "save_agent": True,
+    "seed": 1,
+}
+OUR_DEFAULTS = {
+    "seed_steps": None,
+    "num_envs": 1,
+    "steps_per_update": 1,
+    "vector": "auto",
+    "env": {},
+    "device": "auto",
+    "threads": None,
+    "log_freq": 1000,
+    "overwrite": False,
+    "run_root": "runs",
+}
+
+
+def test_the_defaults_are_the_published_ones_and_ours():
+    assert dataclasses.asdict(TrainConfig()) == PUBLISHED_DEFAULTS | OUR_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("model_size", "enc_dim", "mlp_dim", "latent_dim", "num_enc_layers", "num_q"),
+    [
+        (1, 256, 384, 128, 2, 2),
+        (5, 256, 512, 512, 2, 5),
+        (19, 1024, 1024, 768, 3, 5),
+        (48, 1792, 1792, 768, 4, 5),
+        (317, 4096, 4096, 1376, 5, 8),
+    ],
+)
+def test_model_sizes_are_the_published_ones(model_size, enc_dim, mlp_dim, latent_dim, num_enc_layers, num_q):
+    config = TrainConfig(model_size=model_size)
+    assert (config.enc_dim, config.mlp_dim, config.latent_dim) == (enc_dim, mlp_dim, latent_dim)
+    assert (config.num_enc_layers, config.num_q) == (num_enc_layers, num_q)
+
+
+def test_a_given_size_wins_over_the_table():
+    config = TrainConfig(model_size=1, mlp_dim=100)
+    assert config.mlp_dim == 100
+    assert config.enc_dim == MODEL_SIZES[1]["enc_dim"]
+
+
+@pytest.mark.parametrize("config_class", [TrainConfig, EvaluateConfig])
+def test_every_key_belongs_to_a_section_and_has_one_sentence(config_class):
+    declared = [field for keys in sections(config_class).values() for field in keys]
+    assert {field.name for field in declared} == {field.name for field in dataclasses.fields(config_class)}
+    for field in declared:
+        assert re.fullmatch(r"[A-Z][^$]*[^.]\.", sentence_of(field)), field.name
+        assert ". " not in sentence_of(field), field.name
+
+
+@pytest.mark.parametrize("config_class", [TrainConfig, EvaluateConfig])
+def test_every_default_has_the_type_of_its_key(config_class):
+    config = from_mapping(config_class, {"checkpoint": "agent.pt"})
+    for name, value in defaults(config_class).items():
+        if value is not None:
+            assert type(value) is type(getattr(config, name)), name
+
+
+def test_evaluation_shares_its_keys_with_training():
+    assert {field.name for field in dataclasses.fields(EvaluateConfig)} <= set(defaults(TrainConfig))
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "expected"),
+    [
+        ("steps", 1e6, 1_000_000),
+        ("steps", 5, 5),
+        ("seed", 2**70, 2**70),
+        ("seed", 0.0, 0),
+        ("seed_steps", 0, 0),
+        ("seed_steps", None, None),
+        ("steps_per_update", 0.5, 0.5),
+        ("steps_per_update", 4, 4.0),
+        ("consistency_coef", 0, 0.0),
+        ("mpc", False, False),
+        ("threads", None, None),
+        ("threads", 2.0, 2),
+        ("latent_dim", 1024.0, 1024),
+        ("latent_dim", None, 512),
+        ("checkpoint", "some where/agent.pt", "some where/agent.pt"),
+        ("exp_name", 2, "2"),
+        ("exp_name", "lr=0.1+a_b-c", "lr=0.1+a_b-c"),
+        ("run_root", "/data/my runs", "/data/my runs"),
+        ("env", {"a": {"b": 1}}, {"a": {"b": 1}}),
+        ("num_pi_trajs", 0, 0),
+        ("num_elites", 512, 512),
+    ],
+)
+def test_a_value_becomes_the_type_of_its_key(key, given, expected):
+    value = getattr(from_mapping(TrainConfig, {key: given}), key)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        # Types.
+        ({"steps": "abc"}, "steps=abc: must be a whole number of at least 1"),
+        ({"steps": ""}, "steps=: must be a whole number of at least 1"),
+        ({"steps": "two\nlines"}, r"steps='two\nlines': must be a whole number of at least 1"),
+        ({"steps": None}, "steps=null: must be a whole number of at least 1"),
+        ({"steps": 1.5}, "steps=1.5: must be a whole number of at least 1"),
+        ({"steps": True}, "steps=true: must be a whole number of at least 1"),
+        ({"steps": math.inf}, "steps=inf: must be a whole number of at least 1"),
+        ({"steps": {"a": 1}}, "steps={'a': 1}: must be a whole number of at least 1"),
+        ({"threads": "all"}, "threads=all: must be a whole number of at least 1, or null"),
+        ({"episodic": 3}, "episodic=3: must be true or false"),
+        ({"mpc": "maybe"}, "mpc=maybe: must be true or false"),
+        ({"lr": "fast"}, "lr=fast: must be a finite number above 0"),
+        ({"lr": math.nan}, "lr=nan: must be a finite number above 0"),
+        ({"vmin": -math.inf}, "vmin=-inf: must be a finite number"),
+        ({"tau": False}, "tau=false: must be a finite number above 0 and of at most 1"),
+        ({"task": None}, "task=null: must be a text that is not empty"),
+        ({"task": [1]}, "task=[1]: must be a text that is not empty"),
+        ({"exp_name": True}, "exp_name=true: must be a text that is not empty"),
+        ({"run_root": " "}, "run_root= : must be a text that is not empty"),
+        ({"env": 5}, "env=5: must be options, each written as key.option=value"),
+        ({"env": None}, "env=null: must be options, each written as key.option=value"),
+        ({"env": {1: 2}}, "env={1: 2}: must be options, each written as key.option=value"),
+        # Bounds.
+        ({"num_envs": 0}, "num_envs=0: must be a whole number of at least 1"),
+        ({"steps": -1}, "steps=-1: must be a whole number of at least 1"),
+        ({"seed_steps": -1}, "seed_steps=-1: must be a whole number of at least 0, or null"),
+        ({"horizon": 0}, "horizon=0: must be a whole number of at least 1"),
+        ({"batch_size": 0}, "batch_size=0: must be a whole number of at least 1"),
+        ({"num_bins": 1}, "num_bins=1: must be a whole number of at least 2"),
+        ({"num_q": 1}, "num_q=1: must be a whole number of at least 2, or null"),
+        ({"seed": -1}, "seed=-1: must be a whole number of at least 0"),
+        ({"log_freq": 0}, "log_freq=0: must be a whole number of at least 1"),
+        ({"steps_per_update": 0}, "steps_per_update=0: must be a finite number above 0"),
+        ({"dropout": 1}, "dropout=1: must be a finite number of at least 0 and below 1"),
+        # Choices.
+        ({"model_size": 7}, "model_size=7: must be one of 1, 5, 19, 48, 317"),
+        ({"vector": "fast"}, "vector=fast: must be one of auto, sync, async"),
+        ({"device": "tpu"}, "device=tpu: must be one of auto, cpu, cuda"),
+        ({"obs": "rgb"}, "obs=rgb: must be state; pixel observations are not supported yet"),
+        # Keys that go together.
+        ({"num_elites": 600}, "num_elites=600: must be at most num_samples (512)"),
+        ({"num_pi_trajs": 600}, "num_pi_trajs=600: must be at most num_samples (512)"),
+        ({"min_std": 3}, "min_std=3.0: must be at most max_std (2.0)"),
+        ({"log_std_min": 2}, "log_std_min=2.0: must be below log_std_max (2.0)"),
+        ({"vmin": 10}, "vmin=10.0: must be below vmax (10.0)"),
+        ({"discount_min": 0.999}, "discount_min=0.999: must be at most discount_max (0.995)"),
+        ({"latent_dim": 100}, "latent_dim=100: must be a multiple of simnorm_dim (8)"),
+        ({"simnorm_dim": 7}, "latent_dim=512: must be a multiple of simnorm_dim (7)"),
+        (
+            {"buffer_size": 15, "num_envs": 4},
+            "buffer_size=15: must be at least num_envs * (horizon + 1) = 16, to hold one slice of each environment",
+        ),
+        # Names that become paths.
+        ({"task": "../.."}, "task=../..: must be the name of a task"),
+        *(
+            (
+                {"exp_name": name},
+                f"exp_name={name}: must consist of letters, digits and any of _ . + = -, and not start with a dot",
+            )
+            for name in ("a/b", "..", "../a", "a b", r"a\b", ".hidden")
+        ),
+        # Names of keys.
+        ({"num_env": 2}, "num_env: no such key; close to it: num_envs, num_q, num_bins"),
+        ({"xyzzy": 2}, "xyzzy: no such key; --help lists all keys"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_refused_in_one_line(given, message):
+    with pytest.raises(ConfigError) as refusal:
+        from_mapping(TrainConfig, given)
+    assert str(refusal.value) == message
+
+
+def test_evaluation_needs_a_checkpoint():
+    with pytest.raises(ConfigError) as refusal:
+        from_mapping(EvaluateConfig, {})
+    assert str(refusal.value) == "checkpoint: must be given; Saved weights to evaluate."
+
+
+def test_evaluation_does_not_know_the_keys_of_training():
+    with pytest.raises(ConfigError, match="batch_size: no such key"):
+        from_mapping(EvaluateConfig, {"checkpoint": "agent.pt", "batch_size": 2})
+
+
+def test_a_config_is_checked_whoever_makes_it():
+    with pytest.raises(ConfigError, match="horizon=0"):
+        TrainConfig(horizon=0)
+    with pytest.raises(ConfigError, match="horizon=0"):
+        dataclasses.replace(TrainConfig(), horizon=0)
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(TrainConfig(), "seed", 2)  # noqa: B010
+
+
+def test_configs_do_not_share_their_environment_options():
+    assert defaults(TrainConfig)["env"] is not defaults(TrainConfig)["env"]
+
+
+@pytest.mark.parametrize(
+    ("task", "directory"),
+    [
+        ("walker-walk", "walker-walk"),
+        ("gym:HalfCheetah-v5", "gym-HalfCheetah-v5"),
+        ("gym:ALE/Pong-v5", "gym-ALE-Pong-v5"),
+        ("../walk", "walk"),
+    ],
+)
+def test_the_run_directory_is_named_after_task_experiment_and_seed(task, directory):
+    config = TrainConfig(task=task, exp_name="small", seed=3)
+    assert run_directory(config) == Path("runs", directory, "small", "seed-3")
+
+
+def test_runs_can_be_kept_elsewhere(tmp_path):
+    assert run_directory(TrainConfig(run_root=str(tmp_path))).is_relative_to(tmp_path)
+
+
+def test_yaml_gives_the_same_config_back_with_its_sizes():
+    config = TrainConfig(model_size=1, latent_dim=256, task="gym:A-v1", env={"a": [1, None]}, entropy_coef=1e-7)
+    values = yaml.safe_load(to_yaml(config))
+    assert values["latent_dim"] == 256
+    assert values["mlp_dim"] == MODEL_SIZES[1]["mlp_dim"]
+    assert list(values) == list(defaults(TrainConfig))
+    assert from_mapping(TrainConfig, values) == config
