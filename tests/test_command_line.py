@@ -119,7 +119,7 @@ def test_evaluation_is_composed_from_its_own_keys(tmp_path):
         ("--fast", "--fast: no such flag; --help lists what there is"),
         ("steps=${nothing}", "steps: Interpolation key 'nothing' not found"),
         ("task=???", "task: Missing mandatory value: task"),
-        ("checkpoint=no/where.pt", "checkpoint=no/where.pt: there is no such file"),
+        ("checkpoint=no/where.pt", "checkpoint=no/where.pt: there is no such file or directory"),
     ],
 )
 def test_a_wrong_argument_is_refused_in_one_line(argument, message):

@@ -230,7 +230,10 @@ def test_a_value_that_is_not_allowed_is_refused_in_one_line(given, message):
 def test_evaluation_needs_a_checkpoint():
     with pytest.raises(ConfigError) as refusal:
         from_mapping(EvaluateConfig, {})
-    assert str(refusal.value) == "checkpoint: must be given; Saved weights to evaluate."
+    assert (
+        str(refusal.value)
+        == "checkpoint: must be given; Saved weights to evaluate: a run directory, a checkpoint, or a published file."
+    )
 
 
 def test_evaluation_does_not_know_the_keys_of_training():

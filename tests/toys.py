@@ -25,7 +25,8 @@ class Toy(gymnasium.Env):
     Args:
         log_dir: If given, the file `<id>.jsonl` in it gets one line a reset and a step: the truth to compare with.
         trouble: What happens at step `trouble_at` of episode 0 if the id is `trouble_id` (or that is None):
-            nan_obs, nan_reward, physics, raise, exit, hang. `build` raises at construction.
+            nan_obs, nan_reward, physics, raise, exit, hang.
+        needs_file: A file without which the environment cannot be built.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class Toy(gymnasium.Env):
         trouble: str | None = None,
         trouble_at: int = 2,
         trouble_id: int | None = None,
+        needs_file: str | None = None,
     ) -> None:
-        if trouble == "build":
-            raise OSError("toy trouble")
+        if needs_file is not None:
+            Path(needs_file).read_text()
         self.observation_space = Box(-np.inf, np.inf, (3,), np.float32)
         self.action_space = Box(-2.0, 4.0, (action_size,), np.float32)
         self._lengths = (min_length, max_length)
@@ -55,7 +57,7 @@ class Toy(gymnasium.Env):
         self._length = int(self.np_random.integers(*self._lengths, endpoint=True))
         self._terminates = bool(self.np_random.random() < 0.5)
         self._log({"seed": seed})
-        return self._obs, {"ignored": 1}
+        return self._obs, {}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
         self._obs[2] += 1
@@ -70,7 +72,7 @@ class Toy(gymnasium.Env):
         self._log(
             {"action": action.tolist(), "reward": reward, "terminated": terminated, "truncated": truncated},
         )
-        return self._obs, reward, terminated, truncated, {"ignored": 1}
+        return self._obs, reward, terminated, truncated, {"failed": True, "note": "info of an environment's own"}
 
     def _make(self, trouble: str | None) -> Any:
         match trouble:

@@ -2,11 +2,47 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class _Mish(torch.autograd.Function):
+    """Mish from one exponential: `x tanh(ln(1 + e^x)) = x - 2x / ((1 + e^x)^2 + 1)`.
+
+    `F.mish` is the largest part of a plan and an update on a CPU; this is 2 to 4 times faster.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        # Where the exponential overflows the fraction is 0, as it should be.
+        return torch.addcdiv(x, x, x.exp().add_(1).square_().add_(1), value=-2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        # Above 20 the slope is 1 to the last bit; unclamped, its fraction would be infinite over infinite.
+        exp = x.clamp(max=20).exp_()
+        one_plus = exp + 1
+        inverse = one_plus.square().add_(1).reciprocal_()
+        slope = exp.mul_(one_plus).mul_(inverse).mul_(x).mul_(4).sub_(2).mul_(inverse).add_(1)
+        return slope.mul_(grads[0])
+
+
+def mish(x: Tensor) -> Tensor:
+    """Return the activation `x tanh(softplus(x))` of `x`, any shape."""
+    return cast(Tensor, _Mish.apply(x))
+
+
+class Mish(nn.Module):
+    """`mish` as a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply `mish` to every element."""
+        return mish(x)
 
 
 class SimNorm(nn.Module):
@@ -35,7 +71,7 @@ class NormedLinear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, activation: nn.Module | None = None) -> None:
         super().__init__(in_features, out_features)
         self.ln = nn.LayerNorm(out_features)
-        self.activation = activation or nn.Mish()
+        self.activation = activation or Mish()
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer to `input [..., in]`."""
@@ -76,7 +112,7 @@ class StackedLayer(NamedTuple):
         assert self.ln_bias is not None
         affine_shape = (h.shape[0], *[1] * (h.dim() - 2), h.shape[-1])
         normed = F.layer_norm(h, h.shape[-1:])
-        return F.mish(torch.addcmul(self.ln_bias.view(affine_shape), normed, self.ln_weight.view(affine_shape)))
+        return mish(torch.addcmul(self.ln_bias.view(affine_shape), normed, self.ln_weight.view(affine_shape)))
 
 
 def stack_layers(layers: Sequence[nn.Linear]) -> StackedLayer:

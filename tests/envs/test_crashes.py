@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,7 +46,10 @@ def test_an_exception_is_a_crash_with_its_traceback(mode):
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_an_exception_while_an_environment_is_built_is_a_crash(mode, tmp_path):
-    vector = make_vector(TOY, 2, mode, {"needs_file": str(tmp_path / "missing")})
+    needed = tmp_path / "needed"
+    needed.touch()
+    vector = make_vector(TOY, 2, mode, {"needs_file": str(needed)})
+    needed.unlink()
     with pytest.raises(EnvironmentCrash, match=r"(?s)environment 0 crashed:.*FileNotFoundError"):
         vector.reset(ALL, [0, 1])
     assert_closed(vector)
@@ -99,6 +103,7 @@ def test_children_ignore_ctrl_c_and_have_one_thread():
 
 SCRIPT = """
 import time
+from pathlib import Path
 import numpy as np
 from envs import make_vector
 print("main module runs", flush=True)
@@ -121,7 +126,7 @@ def run_script(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "main module runs\n"
@@ -137,8 +142,7 @@ def assert_gone(pids):
 
 def is_running(pid):
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(") ")[2][0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except FileNotFoundError:
         return False
 

@@ -76,7 +76,7 @@ def test_an_unknown_task_is_refused_with_the_closest_names(task, closest):
 
 
 def test_a_name_like_no_other_is_refused_without_advice():
-    with pytest.raises(TaskError, match="^unknown task 'zzzzzz'$"):
+    with pytest.raises(TaskError, match=r"^unknown task 'zzzzzz'$"):
         check_task("zzzzzz")
 
 
@@ -88,7 +88,7 @@ def test_options_of_a_suite_task_are_refused():
 
 def test_options_are_passed_on_to_gymnasium():
     env = make_env("gym:Pendulum-v1", {"g": 3.0, "max_episode_steps": 7})
-    assert env.unwrapped.g == 3.0  # type: ignore[attr-defined]
+    assert env.unwrapped.g == 3.0
     assert env.get_wrapper_attr("max_episode_steps") == 7
 
 

@@ -66,7 +66,9 @@ def test_results_are_the_truth_that_the_environments_log(mode, tmp_path):
             for line in steps
         ]
         assert seen[number] == truth
-        rewards = [reward_of(np.array(obs), np.array(line["action"])) for (obs, *_), line in zip(truth, steps)]
+        rewards = [
+            reward_of(np.array(obs), np.array(line["action"])) for (obs, *_), line in zip(truth, steps, strict=True)
+        ]
         assert rewards == [line["reward"] for line in steps]
 
 

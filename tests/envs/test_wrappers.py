@@ -31,7 +31,7 @@ def test_a_failure_truncates_the_episode_with_the_last_valid_observation(trouble
 def test_a_diverging_simulation_is_a_failure_and_the_next_episode_is_sound():
     env = FailureGuard(make_suite_task("walker", "walk"))
     env.reset(seed=0)
-    env.unwrapped._env.physics.data.qvel[:] = 1e20  # type: ignore[attr-defined]
+    env.unwrapped._env.physics.data.qvel[:] = 1e20
     assert env.step(np.zeros(6, np.float32))[4]["failed"]
     obs, _ = env.reset(seed=1)
     np.testing.assert_array_equal(obs, make_env("walker-walk").reset(seed=1)[0])
@@ -70,5 +70,5 @@ def test_a_failing_start_state_is_replaced_reproducibly():
 
 
 def test_a_reset_that_always_fails_raises():
-    with pytest.raises(RuntimeError, match="seed 7.*bad start"):
+    with pytest.raises(RuntimeError, match=r"seed 7.*bad start"):
         FailureGuard(FragileStart(failures=RESET_ATTEMPTS)).reset(seed=7)
