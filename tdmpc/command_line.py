@@ -20,6 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from tdmpc.commands import EVALUATE, TRAIN, Command, group_options, help_text
 from tdmpc.keys import ConfigError, SomeSection, defaults, from_mapping, one_of, refusal, require, unknown_key
 
+INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
+
 
 def prepare_arguments(command: Command) -> None:
     """Check `sys.argv` before Hydra reads it, and print the help where it is asked for.
@@ -32,7 +34,7 @@ def prepare_arguments(command: Command) -> None:
 
 @contextmanager
 def one_line_errors(*user_errors: type[Exception]) -> Iterator[None]:
-    """Turn a ConfigError, or one of `user_errors`, into one line on stderr and exit code 2.
+    """Turn a ConfigError, or one of `user_errors`, into one line on stderr and exit code 2; Ctrl-C into code 130.
 
     It has to stand inside Hydra's main function, because Hydra prints an exception that reaches it at length.
     """
@@ -41,6 +43,8 @@ def one_line_errors(*user_errors: type[Exception]) -> Iterator[None]:
     except (ConfigError, *user_errors) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
 
 
 def from_hydra(config_class: type[SomeSection], composed: DictConfig) -> SomeSection:

@@ -1,6 +1,5 @@
 """Put the parts together as a configuration says. The parts do not know each other, nor the configuration."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from tdmpc.config import EvaluateConfig, TrainConfig
 from tdmpc.keys import ConfigError
 from tdmpc.replay import ReplayBuffer, bytes_needed
 from tdmpc.seeding import Seeds, Stream
-from tdmpc.telemetry.recorder import Recorder, Sink
+from tdmpc.telemetry.recorder import Recorder
 from tdmpc.training.checkpoint import check_sizes, load_weights, save_weights
 from tdmpc.training.evaluation import Evaluator
 from tdmpc.training.trainer import Trainer, TrainerSettings
@@ -37,13 +36,13 @@ def set_up_torch(config: TrainConfig | EvaluateConfig) -> torch.device:
     return torch.device("cuda" if cuda else "cpu")
 
 
-def build_trainer(config: TrainConfig, run: Path, sinks: Sequence[Sink], stack: ExitStack) -> Trainer:
+def build_trainer(config: TrainConfig, run: Path, recorder: Recorder, stack: ExitStack) -> Trainer:
     """Build everything that a run needs.
 
     Args:
         config: of the run.
         run: its directory.
-        sinks: where its metrics go.
+        recorder: where its metrics go.
         stack: closes what was opened.
 
     Raises:
@@ -51,8 +50,6 @@ def build_trainer(config: TrainConfig, run: Path, sinks: Sequence[Sink], stack: 
     """
     device = set_up_torch(config)
     seeds = Seeds(config.seed)
-    recorder = Recorder(sinks)
-    stack.callback(recorder.close)
     envs = stack.enter_context(make_vector(config.task, config.num_envs, vector=config.vector, options=config.env))
     sizes = {"observation_size": envs.observation_size, "action_size": envs.action_size}
     network = pick(NetworkSettings, config, **sizes)

@@ -1,16 +1,17 @@
 """What the scripts do, from a checked configuration to a readable end."""
 
-import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 from envs import TaskError, check_task
 from tdmpc.compose import build_evaluator, build_trainer
 from tdmpc.config import EvaluateConfig, TrainConfig, run_directory
 from tdmpc.keys import ConfigError, to_yaml
 from tdmpc.replay import EmptyReplayError
+from tdmpc.telemetry.recorder import Recorder
 from tdmpc.telemetry.sinks import Console, EvalCsv, JsonLines
 from tdmpc.training.checkpoint import CheckpointError, find_weights, save_weights
-from tdmpc.training.run_directory import RunDirectoryError, claim, describe
+from tdmpc.training.run_directory import RunDirectoryError, claim, describe, forget
 from tdmpc.training.trainer import Trainer, UnexpectedTerminationError
 
 USER_ERRORS = (
@@ -21,33 +22,49 @@ USER_ERRORS = (
     TaskError,
     UnexpectedTerminationError,
 )
-INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 
 
 def train(config: TrainConfig) -> None:
     """Train as configured and leave everything in the run directory.
 
-    Ctrl-C saves the weights before it ends the program.
+    Ctrl-C, or an error, saves the weights before it ends the program.
     """
     check_task(config.task, config.env)
     if config.checkpoint is not None:
         find_weights(config.checkpoint)
     with claim(run_directory(config), overwrite=config.overwrite) as run, ExitStack() as stack:
+        recorder = Recorder([Console(config.steps)])
+        stack.callback(recorder.close)
+        trainer = build_trainer(config, run, recorder, stack)
+        # Only now that everything fits together is anything written.
         describe(run, to_yaml(config))
-        console = Console(config.steps)
-        sinks = [console, JsonLines(run / "metrics.jsonl"), EvalCsv(run / "eval.csv")]
-        trainer = build_trainer(config, run, sinks, stack)
-        trainer.recorder.announce(f"run directory: {run}")
-        try:
-            trainer.train()
-        except KeyboardInterrupt:
-            path = save_weights(run, trainer.progress.steps, trainer.agent.weights())
-            trainer.recorder.announce(f"interrupted after {trainer.progress.steps} steps; weights saved to {path}")
-            sys.exit(INTERRUPTED)
-        _summarise(trainer, str(run), config)
+        recorder.add_sink(JsonLines(run / "metrics.jsonl"))
+        recorder.add_sink(EvalCsv(run / "eval.csv"))
+        recorder.announce(f"run directory: {run}")
+        _run(trainer, run, config)
+        _summarise(trainer, run, config)
 
 
-def _summarise(trainer: Trainer, run: str, config: TrainConfig) -> None:
+def _run(trainer: Trainer, run: Path, config: TrainConfig) -> None:
+    """Train, and keep what was learned whatever ends it."""
+    try:
+        trainer.train()
+    except (EmptyReplayError, UnexpectedTerminationError):
+        if trainer.progress.updates == 0:
+            forget(run)  # nothing was learned, and the corrected command should not find its directory used
+        raise
+    except BaseException as error:
+        ending = "interrupted" if isinstance(error, KeyboardInterrupt) else "ended by an error"
+        kept = (
+            f"weights saved to {save_weights(run, trainer.progress.steps, trainer.agent.weights())}"
+            if config.save_agent
+            else "weights not saved"
+        )
+        trainer.recorder.announce(f"{ending} after {trainer.progress.steps:,} steps; {kept}")
+        raise
+
+
+def _summarise(trainer: Trainer, run: Path, config: TrainConfig) -> None:
     """Say what the run came to and how to go on."""
     progress, outcome = trainer.progress, trainer.last_evaluation
     assert outcome is not None

@@ -41,11 +41,15 @@ class Recorder:
     """
 
     def __init__(self, sinks: Sequence[Sink], clock: Callable[[], float] = time.monotonic) -> None:
-        self._sinks, self._clock = sinks, clock
+        self._sinks, self._clock = list(sinks), clock
         self._start = clock()
         self._values: dict[str, list[float]] = defaultdict(list)
         self._update_sum: TensorDictBase | None = None
         self._updates = 0
+
+    def add_sink(self, sink: Sink) -> None:
+        """Hand the rows to one more sink from now on."""
+        self._sinks.append(sink)
 
     @property
     def elapsed_s(self) -> float:

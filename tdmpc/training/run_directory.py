@@ -55,16 +55,22 @@ def claim(run: Path, *, overwrite: bool) -> Iterator[Path]:
             f"{run}: another process is writing this run; choose another exp_name or seed"
         ) from None
     with lock:
-        _clear(run, overwrite)
+        if _written(run) and not overwrite:
+            raise RunDirectoryError(
+                f"{run}: holds a run; choose another exp_name or seed, or overwrite=true to replace it"
+            )
+        forget(run)
         yield run
 
 
-def _clear(run: Path, overwrite: bool) -> None:
-    used = [path for path in (*(run / name for name in _FILES), run / "checkpoints") if path.exists()]
-    if used and not overwrite:
-        raise RunDirectoryError(f"{run}: holds a run; choose another exp_name or seed, or overwrite=true to replace it")
-    for path in used:
+def forget(run: Path) -> None:
+    """Delete what a run wrote into its directory; other files stay."""
+    for path in _written(run):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _written(run: Path) -> list[Path]:
+    return [path for path in (*(run / name for name in _FILES), run / "checkpoints") if path.exists()]
 
 
 def describe(run: Path, config: str) -> None:

@@ -57,7 +57,7 @@ class Trainer:
         settings: TrainerSettings,
         save: Callable[[int], object] = lambda step: None,
     ) -> None:
-        """Take the parts; `save(step)` is called after every evaluation."""
+        """Take the parts; `save(step)` is called after every evaluation of something learned."""
         self.agent, self.envs, self.replay, self.evaluator = agent, envs, replay, evaluator
         self.recorder, self.seeds, self.settings, self.save = recorder, seeds, settings, save
         self.progress = Progress()
@@ -118,7 +118,8 @@ class Trainer:
                 "progress/updates": progress.updates,
             }
         )
-        self.save(progress.steps)
+        if progress.updates:
+            self.save(progress.steps)
 
     def _begin_episodes(self) -> None:
         """Reset the environments whose episode ended, each with the seed of its next episode."""

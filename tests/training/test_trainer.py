@@ -1,0 +1,210 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tdmpc.replay import EmptyReplayError
+from tdmpc.seeding import Seeds, Stream
+from tdmpc.training.trainer import UnexpectedTerminationError
+from tests.training.builders import logged_truth, toy_trainer
+
+
+def episodes_of(truth, ids):
+    """Group the steps that these toys logged by (id, episode), the first entry being the reset."""
+    episodes = {}
+    for entry in truth:
+        if entry["id"] in ids:
+            episodes.setdefault((entry["id"], entry["episode"]), []).append(entry)
+    return episodes
+
+
+def training_ids(seed, num_envs):
+    seeds = Seeds(seed)
+    return [seeds.integer(Stream.TRAIN_EPISODE, env, 0) % 2**20 for env in range(num_envs)]
+
+
+def stored_rows(replay):
+    """Return every row that the replay holds, in the order of writing, one list an environment."""
+    size, rows = replay._ring_size, replay._rows
+    return [
+        [
+            (rows["obs"][i].tolist(), rows["action"][i].tolist(), float(rows["reward"][i]), bool(rows["terminated"][i]))
+            for i in range(env * size, env * size + int(replay._filled[env]))
+        ]
+        for env in range(len(replay._filled))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "steps_per_update"), [(1, 1), (3, 2), (3, 4), (8, 5), (4, 4), (2, 0.5), (5, 7), (1, 0.3)]
+)
+def test_updates_are_neither_lost_nor_added(tmp_path, num_envs, steps_per_update):
+    with toy_trainer(tmp_path, num_envs=num_envs, steps_per_update=steps_per_update, steps=101) as (trainer, _):
+        progress = trainer.train()
+    seeding_ended = math.ceil(40 / num_envs) * num_envs
+    assert progress.steps == math.ceil(101 / num_envs) * num_envs
+    assert progress.pretraining_updates == int(40 / steps_per_update)
+    after_seeding = progress.updates - progress.pretraining_updates
+    assert after_seeding == math.floor(round((progress.steps - seeding_ended) / steps_per_update, 9))
+    assert trainer.agent.lifetime.updates == progress.updates
+    assert trainer.agent.lifetime.steps == progress.steps
+
+
+def test_replay_holds_what_the_environments_did(tmp_path):
+    with toy_trainer(tmp_path, num_envs=3, steps_per_update=4, steps=300) as (trainer, _):
+        trainer.train()
+        stored = stored_rows(trainer.replay)
+    ids = training_ids(seed=1, num_envs=3)
+    expected = []
+    for entry in logged_truth(tmp_path):
+        if entry["id"] in ids:
+            obs = (entry["id"], entry["episode"], entry["t"])
+            expected.append((obs, np.float32(entry.get("reward", 0)).item(), entry.get("terminated", False)))
+    flat = [(tuple(obs), reward, terminated) for env in stored for obs, _, reward, terminated in env]
+    assert len(flat) == len(set(flat))
+    assert sorted(flat) == sorted(expected)
+
+
+def test_stored_actions_are_those_that_the_environments_got(tmp_path):
+    with toy_trainer(tmp_path, num_envs=2, steps=120) as (trainer, _):
+        trainer.train()
+        stored = stored_rows(trainer.replay)
+    # The toys' actions are in [-2, 4], the agent's in [-1, 1].
+    got = {(e["id"], e["episode"], e["t"]): e.get("action") for e in logged_truth(tmp_path)}
+    for obs, action, _, _ in (row for env in stored for row in env):
+        if obs[2] > 0:
+            assert np.allclose(got[tuple(obs)], 1 + 3 * np.array(action), atol=1e-5)
+
+
+def test_logged_returns_and_lengths_are_the_truth(tmp_path):
+    with toy_trainer(tmp_path, num_envs=3, steps=400, log_freq=1) as (trainer, sink):
+        trainer.train()
+        progress = trainer.progress
+    finished = [
+        steps
+        for steps in episodes_of(logged_truth(tmp_path), training_ids(1, 3)).values()
+        if steps[-1].get("terminated") or steps[-1].get("truncated")
+    ]
+    assert progress.episodes == len(finished) > 20
+    rows = [row for row in sink.of("train") if "train/episode_reward" in row]
+    # A row is the mean over the episodes that ended in its window, here a single vector step.
+    ended_together = {}
+    ids = training_ids(1, 3)
+    clock = dict.fromkeys(ids, 0)
+    for (env_id, _), steps in sorted(episodes_of(logged_truth(tmp_path), ids).items()):
+        clock[env_id] += len(steps) - 1
+        if steps in finished:
+            outcome = (sum(s["reward"] for s in steps[1:]), len(steps) - 1)
+            ended_together.setdefault(clock[env_id] * 3, []).append(outcome)
+    assert [row["step"] for row in rows] == sorted(ended_together)
+    for row in rows:
+        returns, lengths = zip(*ended_together[row["step"]], strict=True)
+        assert row["train/episode_reward"] == pytest.approx(np.mean(returns), abs=1e-3)
+        assert row["train/episode_length"] == pytest.approx(np.mean(lengths))
+
+
+def test_evaluations_are_at_every_point_once_and_at_the_end(tmp_path):
+    with toy_trainer(tmp_path, num_envs=3, steps=50, eval_freq=10) as (trainer, sink):
+        trainer.train()
+    assert [row["step"] for row in sink.of("eval")] == [0, 12, 21, 30, 42, 51]
+
+
+def test_an_evaluation_point_at_the_end_is_evaluated_once(tmp_path):
+    with toy_trainer(tmp_path, num_envs=2, steps=20, eval_freq=10) as (trainer, sink):
+        trainer.train()
+    assert [row["step"] for row in sink.of("eval")] == [0, 10, 20]
+
+
+def weights_after(run, **keys):
+    with toy_trainer(run, **({"num_envs": 3, "steps_per_update": 4, "steps": 120} | keys)) as (trainer, _):
+        trainer.train()
+        return trainer.agent.model.state_dict()
+
+
+def same(a, b):
+    return all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_the_same_command_gives_the_same_bits(tmp_path):
+    first = weights_after(tmp_path / "a")
+    assert same(first, weights_after(tmp_path / "b"))
+    assert not same(first, weights_after(tmp_path / "c", seed=2))
+
+
+def test_evaluating_and_logging_do_not_change_training(tmp_path):
+    rarely = weights_after(tmp_path / "a")
+    assert same(rarely, weights_after(tmp_path / "b", eval_freq=7, eval_episodes=5, log_freq=3))
+
+
+def test_environments_in_processes_of_their_own_give_the_same_bits(tmp_path):
+    assert same(weights_after(tmp_path / "a", vector="sync"), weights_after(tmp_path / "b", vector="async"))
+
+
+def test_a_termination_that_the_agent_was_not_told_of_says_what_to_set(tmp_path):
+    with (
+        toy_trainer(tmp_path, num_envs=2, steps=200, episodic=False) as (trainer, _),
+        pytest.raises(UnexpectedTerminationError, match=r"^episodic=false: .* set episodic=true"),
+    ):
+        trainer.train()
+
+
+@pytest.mark.parametrize("trouble", ["nan_obs", "nan_reward", "physics"])
+def test_a_failed_episode_is_dropped_and_counted_and_training_goes_on(tmp_path, trouble):
+    bad = training_ids(1, 3)[1]
+    env = {"trouble": trouble, "trouble_at": 2, "trouble_id": bad}
+    with toy_trainer(tmp_path, num_envs=3, steps=200, env=env) as (trainer, sink):
+        progress = trainer.train()
+        stored = stored_rows(trainer.replay)
+    assert progress.failed_episodes == 1
+    assert progress.steps == 201
+    assert not [row for row in stored[1] if row[0][1] == 0]
+    assert {row[0][1] for row in stored[0]} >= {0, 1}
+    assert all(np.isfinite(list(row.values())[1:]).all() for row in sink.rows)
+
+
+def test_episodes_shorter_than_a_slice_stop_the_run_with_the_key(tmp_path):
+    env = {"min_length": 1, "max_length": 2}
+    with (
+        toy_trainer(tmp_path, num_envs=2, steps=200, env=env) as (trainer, _),
+        pytest.raises(EmptyReplayError, match=r"^horizon=3"),
+    ):
+        trainer.train()
+
+
+def test_every_environment_of_every_seed_starts_differently(tmp_path):
+    starts = set()
+    for seed in range(4):
+        run = tmp_path / str(seed)
+        keys = {"num_envs": 4, "steps": 8, "seed": seed, "eval_episodes": 4}
+        with toy_trainer(run, "gym:Pendulum-v1", **keys) as (trainer, _):
+            train_seeds, eval_seeds = (
+                [trainer.seeds.integer(stream, *path, 0) for path in paths]
+                for stream, paths in (
+                    (Stream.TRAIN_EPISODE, [(env,) for env in range(4)]),
+                    (Stream.EVAL_EPISODE, [(episode,) for episode in range(4)]),
+                )
+            )
+            training = trainer.envs.reset(np.ones(4, bool), train_seeds)
+            evaluation = trainer.evaluator.envs.reset(np.ones(4, bool), eval_seeds)
+        starts |= {tuple(obs) for obs in (*training, *evaluation)}
+    assert len(starts) == 4 * (4 + 4)
+
+
+def test_the_loop_uses_the_seeds_of_these_streams(tmp_path):
+    with toy_trainer(tmp_path, num_envs=4, steps=60) as (trainer, _):
+        trainer.train()
+    resets = {(e["id"], e["episode"]): e["seed"] for e in logged_truth(tmp_path) if "seed" in e}
+    for env, env_id in enumerate(training_ids(1, 4)):
+        for episode in (0, 1):
+            assert resets[env_id, episode] == Seeds(1).integer(Stream.TRAIN_EPISODE, env, episode)
+
+
+def test_the_seeding_phase_acts_at_random_and_does_not_update(tmp_path):
+    with toy_trainer(tmp_path, num_envs=2, steps=40, seed_steps=40) as (trainer, sink):
+        progress = trainer.train()
+    assert progress.updates == 0
+    assert sink.of("pretrain") == []
+    actions = np.array([e["action"] for e in logged_truth(tmp_path) if "action" in e and e["id"] in training_ids(1, 2)])
+    assert actions.min() < -1.5
+    assert actions.max() > 3.5
