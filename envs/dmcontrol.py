@@ -39,7 +39,7 @@ def make_suite_task(domain: str, task: str) -> "DMControl":
         if not needs_opengl:
             raise
         raise TaskError(
-            f"{domain}-{task} needs OpenGL even for states, and MUJOCO_GL={os.environ['MUJOCO_GL']} gives none: "
+            f"task={domain}-{task} needs OpenGL even for states, and MUJOCO_GL={os.environ['MUJOCO_GL']} gives none: "
             "set it to egl, osmesa or glfw before start"
         ) from error
     return DMControl(env)

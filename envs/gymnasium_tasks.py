@@ -32,7 +32,7 @@ def import_module_of(env_id: str) -> str:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
-        raise TaskError(f"gym:{env_id}: no module {error.name!r} is installed or in {here}") from error
+        raise TaskError(f"task=gym:{env_id}: no module {error.name!r} is installed or in {here}") from error
     return name
 
 
@@ -47,11 +47,11 @@ def make_gymnasium_task(env_id: str, options: Mapping[str, Any]) -> "FlatBox":
     try:
         env = gymnasium.make(name, **{"disable_env_checker": True, **options})
     except gymnasium.error.Error as error:
-        raise TaskError(f"gym:{env_id} cannot be made: {_one_line(error)}") from error
+        raise TaskError(f"task=gym:{env_id} cannot be made: {_one_line(error)}") from error
     except TypeError as error:
         if not options:
             raise
-        raise TaskError(f"gym:{env_id} does not take the options {dict(options)}: {_one_line(error)}") from error
+        raise TaskError(f"task=gym:{env_id} does not take the options {dict(options)}: {_one_line(error)}") from error
     _check_usable(env_id, env)
     return FlatBox(env)
 
@@ -100,11 +100,15 @@ class FlatBox(gymnasium.Wrapper):
 
 def _check_usable(env_id: str, env: gymnasium.Env) -> None:
     if not (_is_float_box(env.action_space) and env.action_space.is_bounded()):
-        raise TaskError(f"gym:{env_id} has actions {_one_line(env.action_space)}; a bounded Box of floats is needed")
+        raise TaskError(
+            f"task=gym:{env_id} has actions {_one_line(env.action_space)}; a bounded Box of floats is needed"
+        )
     if not _is_float_box(env.observation_space):
-        raise TaskError(f"gym:{env_id} has observations {_one_line(env.observation_space)}; a Box of floats is needed")
+        raise TaskError(
+            f"task=gym:{env_id} has observations {_one_line(env.observation_space)}; a Box of floats is needed"
+        )
     if env.spec is None or env.spec.max_episode_steps is None:
-        raise TaskError(f"gym:{env_id} has no limit of steps per episode; pass env.max_episode_steps=N")
+        raise TaskError(f"task=gym:{env_id} has no limit of steps per episode; pass env.max_episode_steps=N")
 
 
 def _is_float_box(space: gymnasium.Space) -> TypeGuard[Box]:

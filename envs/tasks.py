@@ -64,7 +64,7 @@ def check_task(task: str, options: Mapping[str, Any] | None = None) -> None:
     elif task not in SUITE_TASKS:
         raise _unknown(task)
     elif options:
-        raise TaskError(f"{task} takes no options (given: {', '.join(options)}); only gym: tasks do")
+        raise TaskError(f"task={task} takes no options (given: {', '.join(options)}); only gym: tasks do")
 
 
 def make_env(task: str, options: Mapping[str, Any] | None = None) -> gymnasium.Env:
@@ -98,7 +98,7 @@ def _unknown(task: str) -> TaskError:
     names = {_comparable(name): name for name in (*SUITE_TASKS, *(prefix + env_id for env_id in gymnasium.registry))}
     closest = difflib.get_close_matches(_comparable(task), names, n=3)
     hint = f"; closest: {', '.join(names[key] for key in closest)}" if closest else ""
-    return TaskError(f"unknown task {task!r}{hint}")
+    return TaskError(f"task={task}: unknown{hint}")
 
 
 def _comparable(name: str) -> str:

@@ -124,16 +124,21 @@ def _seed_steps(config: TrainConfig, envs: VectorEnv) -> int:
 def _build_replay(
     config: TrainConfig, envs: VectorEnv, seeds: Seeds, device: torch.device, recorder: Recorder
 ) -> ReplayBuffer:
+    """Build the replay on the device that learns from it, so that sampling moves nothing but indices."""
     shape = {
         "num_envs": config.num_envs,
         "capacity": config.buffer_size,
         "observation_size": envs.observation_size,
         "action_size": envs.action_size,
     }
-    needed, available = bytes_needed(**shape), psutil.virtual_memory().available
+    needed, free = bytes_needed(**shape), _free_bytes(device)
     recorder.announce(f"replay: {config.buffer_size:,} rows, {needed / 1e6:.0f} MB when full")
-    if needed > available:
+    if needed > free:
         raise ConfigError(
-            f"buffer_size={config.buffer_size}: needs {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are free"
+            f"buffer_size={config.buffer_size}: needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
         )
-    return ReplayBuffer(**shape, horizon=config.horizon, rng=seeds.generator(Stream.REPLAY), device="cpu")
+    return ReplayBuffer(**shape, horizon=config.horizon, rng=seeds.generator(Stream.REPLAY), device=device)
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

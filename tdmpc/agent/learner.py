@@ -49,16 +49,18 @@ class RunningScale(nn.Module):
     """
 
     value: Tensor
+    percentiles: Tensor
 
     def __init__(self, tau: float) -> None:
         super().__init__()
         self.tau = tau
         self.register_buffer("value", torch.ones(()))
+        self.register_buffer("percentiles", torch.tensor([0.05, 0.95]), persistent=False)
 
     @torch.no_grad()
     def update(self, q: Tensor) -> None:
         """Move towards the spread of `q`, any shape."""
-        low, high = torch.quantile(q.flatten(), torch.tensor([0.05, 0.95], device=q.device, dtype=q.dtype))
+        low, high = torch.quantile(q.flatten(), self.percentiles)
         self.value.lerp_((high - low).clamp(min=1.0), self.tau)
 
 

@@ -11,6 +11,11 @@ from tqdm import tqdm
 from tdmpc.telemetry.recorder import Row
 
 COLUMNS = {
+    "eval/episode_reward": "R {:.1f}",
+    "eval/episode_reward_std": "± {:.1f}",
+    "eval/episodes": "episodes {:.0f}",
+    "eval/episode_length": "of {:.0f} steps",
+    "eval/duration_s": "in {:.0f} s",
     "train/episode_reward": "R {:.1f}",
     "train/total_loss": "loss {:.3f}",
     "train/pi_scale": "scale {:.2f}",
@@ -19,7 +24,7 @@ COLUMNS = {
     "progress/updates": "updates {:.0f}",
     "rate/steps_per_s": "{:.1f} steps/s",
 }
-"""What the console shows of a training row, and how."""
+"""What the console shows of a row, and how; values that are 0 or absent are left out."""
 
 
 class Console:
@@ -45,14 +50,10 @@ class Console:
 
     def write(self, row: Row) -> None:
         """Print a row as one line."""
-        if row["kind"] == "eval":
-            text = "eval   R {eval/episode_reward:.1f} ± {eval/episode_reward_std:.1f}".format(**row)
-            text += "  over {eval/episodes:.0f} episodes of {eval/episode_length:.0f} steps".format(**row)
-            self._bar.set_postfix_str(f"R {row['eval/episode_reward']:.0f}")
-        else:
-            parts = [form.format(row[name]) for name, form in COLUMNS.items() if row.get(name)]
-            text = f"{row['kind']:<6} " + "  ".join(parts)
-        self._print(f"{row['step']:>9,}  {row['elapsed_s']:>7.1f}s  {text}")
+        self._print(f"{row['step']:>9,}  {row['elapsed_s']:>7.1f}s  {row['kind']:<8}  {_columns(row)}")
+        for name in ("eval/episode_reward", "train/episode_reward"):
+            if name in row:
+                self._bar.set_postfix_str(f"R {row[name]:.0f}")
 
     def announce(self, text: str) -> None:
         """Print a line of text."""
@@ -69,6 +70,10 @@ class Console:
     def _print(self, line: str) -> None:
         tqdm.write(line, file=self._stream)
         self._stream.flush()
+
+
+def _columns(row: Row) -> str:
+    return "  ".join(form.format(row[name]) for name, form in COLUMNS.items() if row.get(name))
 
 
 class JsonLines:

@@ -74,6 +74,11 @@ class Trainer:
         self._returns, self._lengths = np.zeros(envs.num_envs), np.zeros(envs.num_envs, dtype=np.int64)
         self._window_start = (0, recorder.elapsed_s)
 
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done."""
+        return self.progress.steps >= self.settings.steps
+
     def train(self) -> Progress:
         """Train until `steps` are done and return how far it came.
 
@@ -82,7 +87,7 @@ class Trainer:
             EmptyReplayError: no episode of the seeding phase was as long as a slice.
             EnvironmentCrash: an environment failed in a way that is not part of the task.
         """
-        while self.progress.steps < self.settings.steps:
+        while not self.finished:
             if self.should_evaluate(self.progress.steps):
                 self.evaluate()
             self._begin_episodes()
@@ -91,7 +96,7 @@ class Trainer:
             self._update()
             self._store(action, self.envs.step_wait())
             self.recorder.advance(self.progress.steps)
-            if self.should_log(self.progress.steps):
+            if self.should_log(self.progress.steps) or self.finished:
                 self._log()
         self.evaluate()
         return self.progress

@@ -76,7 +76,7 @@ def test_an_unknown_task_is_refused_with_the_closest_names(task, closest):
 
 
 def test_a_name_like_no_other_is_refused_without_advice():
-    with pytest.raises(TaskError, match=r"^unknown task 'zzzzzz'$"):
+    with pytest.raises(TaskError, match=r"^task=zzzzzz: unknown$"):
         check_task("zzzzzz")
 
 
