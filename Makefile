@@ -2,29 +2,33 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
 
-.PHONY: train test check install clean
+.PHONY: train test check docs clean
 
-train: install
+train: $(VENV)/.installed
 	$(BIN)/python scripts/train.py experiment=quickstart
 
-test: install
+test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
 
-check: install
+check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest
 
-install: $(INSTALLED)
+# What is generated from the code.
+docs: $(VENV)/.installed
+	$(BIN)/python -c 'from tdmpc.telemetry.metrics import markdown; print(markdown(), end="")' > docs/metrics.md
 
 # Exact versions come from constraints.txt, so every machine runs what was tested.
-$(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed; name one with make PYTHON=..."'
+$(VENV)/.installed: PACKAGE := .
+$(VENV)/.installed-dev: PACKAGE := .[dev]
+$(VENV)/.installed $(VENV)/.installed-dev: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; name one with: make PYTHON=python3.12"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e "$(PACKAGE)"
 	touch $@
 
 clean:

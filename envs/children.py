@@ -54,6 +54,11 @@ class Children:
         obs, reward, _, _, info = self._alive(self._envs.step_wait)
         return obs, reward, info
 
+    def check_alive(self) -> None:
+        """Raise if a process has died."""
+        if any(ready in self._numbers for ready, _ in self._poller.poll(0)):
+            raise self._death()
+
     def close(self, patience_s: float) -> None:
         """Let the processes close their environments; kill those that need longer than `patience_s`."""
         for pipe in self._pipes:

@@ -17,6 +17,9 @@ MAX_EPISODE_STEPS = 500
 _NEEDS_OPENGL = ("quadruped", "escape")  # its terrain is uploaded to the GPU at each reset, rendered or not
 _UNLIMITED = 1e10  # the bound that dm_control gives to an actuator without one (mjMAXVAL)
 _MODEL_SEED = 0
+_FRAME_SIZE = 384
+_PLAIN = {"shadow": False, "reflection": False}  # without a GPU they take two thirds of the time of a frame
+_CAMERAS = {"quadruped": 2}  # that which shows the robot; of the other domains it is the first
 
 
 def make_suite_task(domain: str, task: str) -> "DMControl":
@@ -42,7 +45,7 @@ def make_suite_task(domain: str, task: str) -> "DMControl":
             f"task={domain}-{task} needs OpenGL even for states, and MUJOCO_GL={os.environ['MUJOCO_GL']} gives none: "
             "set it to egl, osmesa or glfw before start"
         ) from error
-    return DMControl(env)
+    return DMControl(env, camera=_CAMERAS.get(domain, 0))
 
 
 class DMControl(gymnasium.Env):
@@ -53,12 +56,19 @@ class DMControl(gymnasium.Env):
     observation spec. An episode depends on nothing but its reset seed and its actions, bit for bit.
 
     Actions in [-1, 1] are scaled to the bounds of the action spec; those without bounds are passed on as they are.
+
+    Args:
+        env: The environment.
+        camera: Number of the camera of its model that `render` looks through.
     """
 
     max_episode_steps = MAX_EPISODE_STEPS
+    frames_per_step = ACTION_REPEAT
 
-    def __init__(self, env: "Environment") -> None:
+    def __init__(self, env: "Environment", camera: int = 0) -> None:
         self._env = env
+        self._camera = camera
+        self.metadata = {"render_modes": ["rgb_array"], "render_fps": 1 / (ACTION_REPEAT * env.control_timestep())}
         spec = env.observation_spec()
         self._keys = tuple(spec)
         observation_size = sum(int(np.prod(entry.shape)) for entry in spec.values())
@@ -92,6 +102,14 @@ class DMControl(gymnasium.Env):
         terminated = time_step.last() and time_step.discount == 0.0
         truncated = not terminated and (time_step.last() or self._steps >= MAX_EPISODE_STEPS)
         return self._flat(time_step.observation), reward, terminated, truncated, {}
+
+    def render(self) -> np.ndarray:
+        """Draw the present state, `[384, 384, 3]` uint8; it takes an OpenGL, see `envs.rendering`."""
+        return self._env.physics.render(_FRAME_SIZE, _FRAME_SIZE, camera_id=self._camera, render_flag_overrides=_PLAIN)
+
+    def close(self) -> None:
+        """Release the model and what draws it, which dm_control at the end of the process fails to do."""
+        self._env.physics.free()
 
     def _flat(self, observation: dict[str, Any]) -> np.ndarray:
         return np.concatenate([np.ravel(observation[key]) for key in self._keys], dtype=np.float32)

@@ -24,6 +24,8 @@ def import_module_of(env_id: str) -> str:
     module, _, name = env_id.rpartition(":")
     if not module:
         return name
+    if module.startswith("."):
+        raise TaskError(f"task=gym:{env_id}: {module!r} is relative; name the module from the current directory on")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
@@ -40,15 +42,15 @@ def make_gymnasium_task(env_id: str, options: Mapping[str, Any]) -> "FlatBox":
     """Make a Gymnasium environment with `options` and check that the agent can use it.
 
     Raises:
-        TaskError: If it cannot be made with these options, has other than bounded Box actions and float Box
-            observations, or has no limit of steps per episode.
+        TaskError: If it cannot be made with these options, has other than bounded Box actions of floats
+            and Box observations, or has no limit of steps per episode.
     """
     name = import_module_of(env_id)
     try:
         env = gymnasium.make(name, **{"disable_env_checker": True, **options})
     except gymnasium.error.Error as error:
         raise TaskError(f"task=gym:{env_id} cannot be made: {_one_line(error)}") from error
-    except TypeError as error:
+    except Exception as error:
         if not options:
             raise
         raise TaskError(f"task=gym:{env_id} does not take the options {dict(options)}: {_one_line(error)}") from error
@@ -58,6 +60,8 @@ def make_gymnasium_task(env_id: str, options: Mapping[str, Any]) -> "FlatBox":
 
 class FlatBox(gymnasium.Wrapper):
     """Flat float32 observations, which are the caller's own, and flat actions in [-1, 1]."""
+
+    frames_per_step = 1
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)

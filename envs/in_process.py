@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from envs.rendering import draw
 from envs.slot import Slot
 
 
@@ -28,6 +29,17 @@ class InProcess:
         """Take the steps; return observations `[E, O]`, rewards `[E]` and info."""
         obs, reward, _, _, info = self._envs.step(self._action)
         return obs, reward, info
+
+    def render(self, env: int) -> np.ndarray:
+        """Return a picture of an environment `[H, W, 3]` uint8.
+
+        Raises:
+            RenderError: If it cannot be drawn.
+        """
+        return draw(self._envs.envs[env])
+
+    def check_alive(self) -> None:
+        """Do nothing: this process is alive."""
 
     def close(self, patience_s: float) -> None:
         """Close the environments, however long they take."""

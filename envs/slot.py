@@ -51,6 +51,12 @@ class Slot(gymnasium.Env):
             return self._obs, 0.0, False, False, {"crash": traceback.format_exc()}
         return self._obs, float(reward), False, False, _ending(terminated, truncated, info["failed"])
 
+    def render(self) -> Any:
+        """Return what the environment renders."""
+        if self._env is None:
+            raise RuntimeError("there is nothing to see before the first episode")
+        return self._env.render()
+
     def close(self) -> None:
         """Close the environment, if it was built."""
         if self._env is not None:

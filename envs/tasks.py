@@ -67,7 +67,7 @@ def check_task(task: str, options: Mapping[str, Any] | None = None) -> None:
         raise TaskError(f"task={task} takes no options (given: {', '.join(options)}); only gym: tasks do")
 
 
-def make_env(task: str, options: Mapping[str, Any] | None = None) -> gymnasium.Env:
+def make_env(task: str, options: Mapping[str, Any] | None = None, render: bool = False) -> gymnasium.Env:
     """Make one environment.
 
     Its observations are float32 `[O]`, its actions float32 `[A]` in [-1, 1]; it has `max_episode_steps`,
@@ -76,13 +76,15 @@ def make_env(task: str, options: Mapping[str, Any] | None = None) -> gymnasium.E
     Args:
         task: A name that `check_task` accepts.
         options: What `gymnasium.make` gets in addition to the id.
+        render: Whether frames will be drawn; most Gymnasium environments must be made for it.
 
     Raises:
         TaskError: If the task is unknown, or does not have what the agent needs.
     """
     check_task(task, options)
     if task.startswith(GYMNASIUM_PREFIX):
-        return FailureGuard(make_gymnasium_task(task.removeprefix(GYMNASIUM_PREFIX), options or {}))
+        mode = {"render_mode": "rgb_array"} if render else {}
+        return FailureGuard(make_gymnasium_task(task.removeprefix(GYMNASIUM_PREFIX), {**mode, **(options or {})}))
     return FailureGuard(make_suite_task(*SUITE_TASKS[task]))
 
 

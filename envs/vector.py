@@ -9,12 +9,14 @@ from gymnasium.spaces import flatdim
 
 from envs.children import Children
 from envs.choice import choose_mode
-from envs.errors import EnvironmentCrash
+from envs.errors import EnvironmentCrash, RenderError
 from envs.in_process import InProcess
+from envs.rendering import set_up_opengl, try_to_draw
 from envs.slot import IDLE, Slot
 from envs.tasks import make_env
 
 _CLOSE_PATIENCE_S = 5.0
+_DEFAULT_RENDER_FPS = 30.0
 
 
 class StepResult(NamedTuple):
@@ -48,6 +50,10 @@ class Backend(Protocol):
         """Finish the step; return observations `[E, O]`, rewards `[E]` and info."""
         ...
 
+    def check_alive(self) -> None:
+        """Raise `EnvironmentCrash` if an environment has died."""
+        ...
+
     def close(self, patience_s: float) -> None:
         """Close the environments."""
         ...
@@ -58,6 +64,7 @@ def make_vector(
     num_envs: int,
     vector: str = "auto",
     options: Mapping[str, Any] | None = None,
+    render: bool = False,
 ) -> "VectorEnv":
     """Make `num_envs` environments of a task.
 
@@ -67,20 +74,32 @@ def make_vector(
         vector: `sync` runs them one after the other in this process, `async` each in its own; `auto` takes what
             is faster here (`choose_mode`). Results are the same, bit for bit.
         options: What `gymnasium.make` gets, for a `gym:` task.
+        render: Whether frames will be asked for. The environments are then in this process, and one frame is drawn
+            on trial. The first environments that a process makes must be these: OpenGL is chosen once.
 
     Raises:
         TaskError: If the task cannot be used.
+        RenderError: If no frames can be drawn; without `render` the environments may well be made.
         EnvironmentCrash: If a process could not be started.
     """
+    missing_opengl = set_up_opengl() if render else None
     make = partial(make_env, task, dict(options or {}))
     env = make()
     observation_size, action_size = flatdim(env.observation_space), flatdim(env.action_space)
     max_episode_steps = env.get_wrapper_attr("max_episode_steps")
+    frames_per_step = env.get_wrapper_attr("frames_per_step")
     env.close()
+    if render:
+        make = partial(make, render=True)
+        try_to_draw(make, missing_opengl)
+        vector = "sync"
+    render_fps = float(env.metadata.get("render_fps") or _DEFAULT_RENDER_FPS)
     make_slot = partial(Slot, make, observation_size, action_size)
     mode = choose_mode(make_slot, num_envs) if vector == "auto" else vector
     backend = {"sync": InProcess, "async": Children}[mode]([make_slot] * num_envs)
-    return VectorEnv(backend, mode, num_envs, observation_size, action_size, max_episode_steps)
+    return VectorEnv(
+        backend, mode, num_envs, observation_size, action_size, max_episode_steps, render_fps, frames_per_step
+    )
 
 
 class VectorEnv:
@@ -98,12 +117,16 @@ class VectorEnv:
         observation_size: int,
         action_size: int,
         max_episode_steps: int,
+        render_fps: float = _DEFAULT_RENDER_FPS,
+        frames_per_step: int = 1,
     ) -> None:
         self.mode = mode
         self.num_envs = num_envs
         self.observation_size = observation_size
         self.action_size = action_size
         self.max_episode_steps = max_episode_steps
+        self.render_fps = render_fps  # the frames a second, one a step, that show the task at its own speed
+        self.frames_per_step = frames_per_step  # simulator frames, of which published curves are functions
         self._backend: Backend | None = backend
         self._stepping = False
         self._started = False
@@ -173,6 +196,25 @@ class VectorEnv:
         self._running &= ~(terminated | truncated)
         return StepResult(obs, reward.astype(np.float32), terminated, truncated, failed)
 
+    def check_alive(self) -> None:
+        """Notice the death of an environment's process while no step is under way; costs microseconds.
+
+        Raises:
+            EnvironmentCrash: If one has died.
+        """
+        self._supervised(lambda backend: backend.check_alive())
+
+    def render(self, env: int) -> np.ndarray:
+        """Return a picture of an environment as it is, `[H, W, 3]` uint8; nothing else notices.
+
+        Raises:
+            RenderError: If it cannot be drawn, be it that the vector was not made with `render`.
+        """
+        self._require(stepping=False)
+        if not isinstance(self._backend, InProcess):
+            raise RenderError("environments in other processes are not drawn")
+        return self._backend.render(env)
+
     def close(self) -> None:
         """Close the environments and end their processes; a second call does nothing."""
         self._close(_CLOSE_PATIENCE_S)
@@ -192,7 +234,8 @@ class VectorEnv:
         assert self._backend is not None
         try:
             result = call(self._backend)
-            _raise_crash(result)
+            if result is not None:
+                _raise_crash(result)
         except EnvironmentCrash:
             self._close(patience_s=0.0)
             raise

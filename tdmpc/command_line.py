@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tdmpc.commands import EVALUATE, TRAIN, Command, group_options, help_text
-from tdmpc.keys import ConfigError, SomeSection, defaults, from_mapping, one_of, refusal, require, unknown_key
+from tdmpc.keys import ConfigError, SomeSection, defaults, from_mapping, keys_of, one_of, refusal, require, unknown_key
 
 INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 
@@ -86,7 +86,7 @@ def _check_override(command: Command, argument: str, multirun: bool) -> None:
     if override.is_hydra_override():
         return
     name = override.key_or_group
-    known = [*defaults(command.config_class), *command.groups]
+    known = [*keys_of(command.config_class), *command.groups]
     is_option = name.startswith("env.")
     if name not in known and not is_option:
         raise unknown_key(name, known)

@@ -2,12 +2,11 @@
 
 import textwrap
 from collections.abc import Iterator
-from dataclasses import Field, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tdmpc.config import EvaluateConfig, TrainConfig
-from tdmpc.keys import Section, default_of, is_required, sections, sentence_of, shown
+from tdmpc.keys import Key, Section, sections, shown
 
 CONFIG_DIRECTORY = Path(__file__).resolve().parents[1] / "configs"
 HELP_WIDTH = 100
@@ -77,7 +76,7 @@ def help_text(command: Command) -> str:
 
 def _key_blocks(command: Command) -> Iterator[str]:
     for title, keys in sections(command.config_class).items():
-        yield _block(title, {_with_default(key): sentence_of(key) for key in keys})
+        yield _block(title, {_with_default(key): key.sentence for key in keys})
 
 
 def _group_blocks(command: Command) -> Iterator[str]:
@@ -97,8 +96,8 @@ def _entry(name: str, sentence: str) -> str:
     )
 
 
-def _with_default(key: Field[Any]) -> str:
-    return f"{key.name}=..." if is_required(key) else f"{key.name}={shown(default_of(key))}"
+def _with_default(key: Key) -> str:
+    return f"{key.name}={'...' if key.required else shown(key.default)}"
 
 
 def _comment(file: Path) -> str:

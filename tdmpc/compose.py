@@ -1,13 +1,16 @@
 """Put the parts together as a configuration says. The parts do not know each other, nor the configuration."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
-from envs import VectorEnv, make_vector
+from envs import RenderError, VectorEnv, make_vector
 from tdmpc.agent.agent import TDMPC2
 from tdmpc.agent.settings import LearnerSettings, NetworkSettings, PlannerSettings, discount_factor, pick
 from tdmpc.config import EvaluateConfig, TrainConfig
@@ -15,10 +18,16 @@ from tdmpc.keys import ConfigError
 from tdmpc.replay import ReplayBuffer, bytes_needed
 from tdmpc.seeding import Seeds, Stream
 from tdmpc.telemetry.recorder import Recorder
+from tdmpc.telemetry.system import SystemMetrics
+from tdmpc.telemetry.timers import Timers
+from tdmpc.telemetry.trace import Trace, no_trace
+from tdmpc.telemetry.video import Filming, NoVideos, Videos
 from tdmpc.training.checkpoint import check_sizes, load_weights, save_weights
+from tdmpc.training.collector import Collector
 from tdmpc.training.evaluation import Evaluator
 from tdmpc.training.trainer import Trainer, TrainerSettings
 
+NOT_SIZES = ("log_std_min", "log_std_max", "vmin", "vmax")
 MAX_EVAL_ENVS = 10  # evaluation environments that are stepped together; more episodes run in groups
 
 
@@ -49,27 +58,63 @@ def build_trainer(config: TrainConfig, run: Path, recorder: Recorder, stack: Exi
         ConfigError, TaskError, CheckpointError: a key does not fit what it names.
     """
     device = set_up_torch(config)
-    seeds = Seeds(config.seed)
+    seeds, timers = Seeds(config.seed), Timers(device=device)
+    # First, because OpenGL is chosen with the first environment; and because what does not fit should be refused
+    # before the processes of training environments are started.
+    eval_envs, videos = _eval_envs_and_videos(config, run, recorder, stack)
+    network, weights = _network_and_weights(config, eval_envs)
+    _check_memory(config, eval_envs, device, recorder)
     envs = stack.enter_context(make_vector(config.task, config.num_envs, vector=config.vector, options=config.env))
-    sizes = {"observation_size": envs.observation_size, "action_size": envs.action_size}
-    network = pick(NetworkSettings, config, **sizes)
-    learner = pick(LearnerSettings, config)
-    agent = _build_agent(config, network, learner, envs.max_episode_steps, seeds, device)
-    if config.checkpoint is not None:
-        weights = load_weights(config.checkpoint)
-        check_sizes(config.checkpoint, weights["network"], asdict(network))
+    agent = _build_agent(config, network, pick(LearnerSettings, config), envs.max_episode_steps, seeds, device, timers)
+    if weights is not None:
         agent.load_weights(weights)
-    replay = _build_replay(config, envs, seeds, device, recorder)
+    replay = ReplayBuffer(
+        **_replay_shape(config, envs), horizon=config.horizon, rng=seeds.generator(Stream.REPLAY), device=device
+    )
     return Trainer(
         agent=agent,
-        envs=envs,
+        collector=Collector(agent, envs, replay, seeds, timers, config.episodic),
         replay=replay,
-        evaluator=Evaluator(agent, _eval_envs(config, MAX_EVAL_ENVS, stack), seeds),
+        evaluator=Evaluator(agent, eval_envs, seeds, timers),
         recorder=recorder,
-        seeds=seeds,
+        timers=timers,
         settings=pick(TrainerSettings, config, seed_steps=_seed_steps(config, envs)),
-        save=lambda step: save_weights(run, step, agent.weights()) if config.save_agent else None,
+        videos=videos,
+        save=_saver(config, run, agent),
+        system=SystemMetrics(device, lambda: replay.nbytes),
+        trace=_trace(config, run, recorder, stack),
     )
+
+
+def _saver(config: TrainConfig, run: Path, agent: TDMPC2) -> Callable[[int], str]:
+    """Return what saves the weights at a step and says what it did."""
+    if not config.save_agent:
+        return lambda step: "weights not saved (save_agent=false)"
+    return lambda step: f"weights saved to {save_weights(run, step, agent.weights())}"
+
+
+def _trace(config: TrainConfig, run: Path, recorder: Recorder, stack: ExitStack) -> Callable[[int], None]:
+    if not config.profile.trace:
+        return no_trace
+    trace = Trace(run / "trace.json", config.profile.at, config.profile.updates, recorder.announce)
+    stack.callback(trace.close)
+    return trace
+
+
+def _network_and_weights(config: TrainConfig, envs: VectorEnv) -> tuple[NetworkSettings, dict[str, Any] | None]:
+    """Return the settings of the networks, and the weights that they start from, if any.
+
+    What is no size but part of the meaning of saved weights, such as the limits of the policy, is the checkpoint's.
+    """
+    sizes = {"observation_size": envs.observation_size, "action_size": envs.action_size}
+    # One layer is two: an encoder always has a hidden layer.
+    network = pick(NetworkSettings, config, **sizes, num_enc_layers=max(config.num_enc_layers, 2))
+    if config.checkpoint is None:
+        return network, None
+    weights = load_weights(config.checkpoint)
+    wanted = {name: value for name, value in asdict(network).items() if name not in NOT_SIZES}
+    check_sizes(config.checkpoint, weights["network"], wanted)
+    return NetworkSettings(**weights["network"]), weights
 
 
 def build_evaluator(config: EvaluateConfig, stack: ExitStack) -> Evaluator:
@@ -79,25 +124,25 @@ def build_evaluator(config: EvaluateConfig, stack: ExitStack) -> Evaluator:
         ConfigError, TaskError, CheckpointError: a key does not fit what it names.
     """
     device = set_up_torch(config)
-    seeds = Seeds(config.seed)
+    seeds, timers = Seeds(config.seed), Timers(device=device)
     weights = load_weights(config.checkpoint)
     network = NetworkSettings(**weights["network"])
-    envs = _eval_envs(config, config.num_envs, stack)
+    envs = stack.enter_context(_make_eval_envs(config, min(config.num_envs, config.eval_episodes)))
     here = {"observation_size": envs.observation_size, "action_size": envs.action_size}
     check_sizes(config.checkpoint, weights["network"], here)
-    learner = pick(LearnerSettings, TrainConfig(horizon=config.horizon))  # there to be loaded, never to learn
-    agent = _build_agent(config, network, learner, envs.max_episode_steps, seeds, device)
+    agent = _build_agent(config, network, None, envs.max_episode_steps, seeds, device, timers)
     agent.load_weights(weights)
-    return Evaluator(agent, envs, seeds)
+    return Evaluator(agent, envs, seeds, timers)
 
 
 def _build_agent(
     config: TrainConfig | EvaluateConfig,
     network: NetworkSettings,
-    learner: LearnerSettings,
+    learner: LearnerSettings | None,
     episode_length: int,
     seeds: Seeds,
     device: torch.device,
+    timers: Timers,
 ) -> TDMPC2:
     # Large action spaces get two more iterations, as published.
     iterations = config.iterations + (2 if network.action_size >= 20 else 0)
@@ -109,35 +154,50 @@ def _build_agent(
         init_seed=seeds.integer(Stream.INIT),
         update_seed=seeds.integer(Stream.UPDATE),
         device=device,
+        section=timers,
     )
 
 
-def _eval_envs(config: TrainConfig | EvaluateConfig, at_most: int, stack: ExitStack) -> VectorEnv:
-    num_envs = min(config.eval_episodes, at_most)
-    return stack.enter_context(make_vector(config.task, num_envs, vector="sync", options=config.env))
+def _eval_envs_and_videos(
+    config: TrainConfig, run: Path, recorder: Recorder, stack: ExitStack
+) -> tuple[VectorEnv, Filming]:
+    """Make the evaluation environments, and what films them; without OpenGL they are made all the same."""
+    make = partial(_make_eval_envs, config, min(config.eval_episodes, MAX_EVAL_ENVS))
+    if not config.save_video:
+        return stack.enter_context(make()), NoVideos()
+    try:
+        envs = stack.enter_context(make(render=True))
+    except RenderError as error:
+        recorder.announce(f"warning: save_video=true: no videos will be made: {error}")
+        return stack.enter_context(make()), NoVideos()
+    return envs, Videos(run / "videos", lambda: envs.render(0), envs.render_fps, recorder.announce, recorder.add_video)
+
+
+def _make_eval_envs(config: TrainConfig | EvaluateConfig, num_envs: int, render: bool = False) -> VectorEnv:
+    return make_vector(config.task, num_envs, vector="sync", options=config.env, render=render)
 
 
 def _seed_steps(config: TrainConfig, envs: VectorEnv) -> int:
     return max(1000, 5 * envs.max_episode_steps) if config.seed_steps is None else config.seed_steps
 
 
-def _build_replay(
-    config: TrainConfig, envs: VectorEnv, seeds: Seeds, device: torch.device, recorder: Recorder
-) -> ReplayBuffer:
-    """Build the replay on the device that learns from it, so that sampling moves nothing but indices."""
-    shape = {
+def _replay_shape(config: TrainConfig, envs: VectorEnv) -> dict[str, int]:
+    return {
         "num_envs": config.num_envs,
         "capacity": config.buffer_size,
         "observation_size": envs.observation_size,
         "action_size": envs.action_size,
     }
-    needed, free = bytes_needed(**shape), _free_bytes(device)
+
+
+def _check_memory(config: TrainConfig, envs: VectorEnv, device: torch.device, recorder: Recorder) -> None:
+    """Say how much memory the replay takes, on the device that learns from it, and refuse it if it cannot fit."""
+    needed, free = bytes_needed(**_replay_shape(config, envs)), _free_bytes(device)
     recorder.announce(f"replay: {config.buffer_size:,} rows, {needed / 1e6:.0f} MB when full")
     if needed > free:
         raise ConfigError(
             f"buffer_size={config.buffer_size}: needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
         )
-    return ReplayBuffer(**shape, horizon=config.horizon, rng=seeds.generator(Stream.REPLAY), device=device)
 
 
 def _free_bytes(device: torch.device) -> int:

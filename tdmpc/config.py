@@ -61,7 +61,7 @@ class Training(Section):
     eval_freq: int = key(50_000, "Steps between evaluations.", ge=1)
     steps_per_update: float = key(1.0, "Steps per update; 0.5 makes two updates per step.", gt=0)
     batch_size: int = key(256, "Number of slices in the batch of an update.", ge=1)
-    buffer_size: int = key(1_000_000, "Number of steps that the replay buffer holds.", ge=1)
+    buffer_size: int = key(1_000_000, "Rows that the replay buffer holds; an episode of L steps takes L+1.", ge=1)
     reward_coef: float = key(0.1, "Weight of the reward loss.", ge=0)
     value_coef: float = key(0.1, "Weight of the value loss.", ge=0)
     termination_coef: float = key(1.0, "Weight of the termination loss.", ge=0)
@@ -183,6 +183,11 @@ class Recording(Section):
     overwrite: bool = key(False, "Whether to replace a run of the same name; false refuses.")
     log_freq: int = key(1000, "Steps between log lines.", ge=1)
     save_agent: bool = key(True, "Whether to save the weights, after every evaluation and at the end.")
+    save_video: bool = key(False, "Whether to record the first episode of every evaluation as a video.")
+    enable_wandb: bool = key(False, "Whether to log to Weights & Biases.")
+    wandb_project: str = key("tdmpc", "Project of Weights & Biases that the run belongs to.")
+    wandb_entity: str | None = key(None, "User or team that owns the project; null leaves it to Weights & Biases.")
+    wandb_silent: bool = key(False, "Whether Weights & Biases keeps its own messages off the console.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -192,16 +197,48 @@ class Recording(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Log(Section):
+    """Where the log goes."""
+
+    prefix = "log."
+
+    console: str = key(
+        "auto",
+        "How the console shows it: plain (lines only, no bar, no colour), or auto (plain unless in a terminal).",
+        choices=("auto", "plain"),
+    )
+    tensorboard: bool = key(True, "Whether to write TensorBoard files into the run directory.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(Section):
+    """Profile of a few updates."""
+
+    prefix = "profile."
+
+    trace: bool = key(False, "Whether to write a Chrome trace and print the operators that take longest.")
+    at: int = key(100, "Update at which the trace begins.", ge=0)
+    updates: int = key(5, "Number of updates in the trace.", ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(
     Task, Stepping, Training, Evaluation, Planning, Discount, ActorCritic, Architecture, Machine, Recording
 ):
     """Everything that scripts/train.py is told."""
+
+    log: Log = Log()
+    profile: Profile = Profile()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         least = self.num_envs * (self.horizon + 1)
         allowed = f"must be at least num_envs * (horizon + 1) = {least}, to hold one slice of each environment"
         require(self.buffer_size >= least, "buffer_size", self.buffer_size, allowed)
+        if self.seed_steps is not None:
+            least = self.num_envs * self.horizon
+            allowed = f"must be at least num_envs * horizon = {least}, for learning to have a slice to start from"
+            require(self.seed_steps >= least, "seed_steps", self.seed_steps, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,11 @@
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 import yaml
 
@@ -16,18 +17,17 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
-class Key:
-    """What a key has besides its name, its type and its default."""
+class Limits:
+    """Which values of the right type a key accepts."""
 
-    sentence: str
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
     choices: tuple[str | int, ...] = ()
 
-    def accepts(self, value: Any) -> bool:
-        """Say whether `value`, of the right type, is one of the choices and within the bounds."""
+    def accept(self, value: Any) -> bool:
+        """Say whether `value` is one of the choices and within the bounds."""
         return (
             (not self.choices or value in self.choices)
             and (self.ge is None or value >= self.ge)
@@ -36,7 +36,7 @@ class Key:
             and (self.lt is None or value < self.lt)
         )
 
-    def allowed(self, noun: str) -> str:
+    def describe(self, noun: str) -> str:
         """Describe the accepted values, which without choices and bounds are any `noun`."""
         if self.choices:
             return one_of(self.choices)
@@ -45,12 +45,44 @@ class Key:
         return f"{noun} {limits}" if limits else noun
 
 
+@dataclass(frozen=True)
+class Key:
+    """A key as the command line knows it; its name has a dot where it belongs to a group.
+
+    A key that is `required` has the default None; any other key whose default is None accepts null.
+    """
+
+    name: str
+    type: type
+    default: Any
+    required: bool
+    sentence: str
+    limits: Limits
+
+    def convert(self, value: Any) -> Any:
+        """Return `value` as the type of the key; raise ConfigError where the key does not allow it."""
+        nullable = self.default is None and not self.required
+        if value is None and nullable:
+            return None
+        if value is None and self.required:
+            raise ConfigError(f"{self.name}: must be given; {self.sentence}")
+        noun, to_type = _TYPES[self.type]
+        try:
+            converted = to_type(value)
+            acceptable = self.limits.accept(converted)
+        except (ValueError, OverflowError):
+            acceptable = False
+        if acceptable:
+            return converted
+        raise refusal(self.name, value, f"must be {self.limits.describe(noun)}{', or null' if nullable else ''}")
+
+
 def key(default: Any, sentence: str, **limits: Any) -> Any:
     """Declare a key of a section, with its default (`MISSING` where it must be given) and its sentence.
 
-    `limits` are the other fields of `Key`. A key whose default is None accepts null.
+    `limits` are the fields of `Limits`. A key whose default is None accepts null.
     """
-    metadata = {"key": Key(sentence, **limits)}
+    metadata = {"sentence": sentence, "limits": Limits(**limits)}
     if isinstance(default, dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -58,16 +90,26 @@ def key(default: Any, sentence: str, **limits: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Keys that belong together; a configuration inherits from its sections and so is flat.
+    """Keys that belong together. A configuration inherits from its sections, whose keys are then its own.
+
+    A group, whose keys are `log.console` and `log.tensorboard`, is a section with the prefix `log.` that is a field
+    of the configuration instead, `log: Log = Log()`. Its keys have defaults, and it has no groups in it.
 
     Every value is converted and checked when the object is made, whoever makes it. A section that has rules
     between keys extends `__post_init__` and states them after calling its parent's.
     """
 
+    prefix: ClassVar[str] = ""
+
     def __post_init__(self) -> None:
-        for key_field in fields(self):
-            value = convert(key_field, getattr(self, key_field.name))
-            object.__setattr__(self, key_field.name, value)
+        for member in fields(self):
+            value = getattr(self, member.name)
+            group = _group_of(member)
+            if group is None:
+                value = _key_of(type(self), member).convert(value)
+            elif not isinstance(value, group):
+                value = group(**value)
+            object.__setattr__(self, member.name, value)
 
 
 SomeSection = TypeVar("SomeSection", bound=Section)
@@ -76,79 +118,51 @@ SomeSection = TypeVar("SomeSection", bound=Section)
 def from_mapping(config_class: type[SomeSection], values: Mapping[str, Any]) -> SomeSection:
     """Make a configuration from `values`; keys that are not among them keep their defaults.
 
+    The keys of a group stand under its name, or have their dotted names.
     Raises ConfigError where a key is unknown, is missing, or has a value that is not allowed.
     """
-    known = defaults(config_class)
-    for name in values:
+    known = keys_of(config_class)
+    given = dict(_dotted(values, known))
+    for name in given:
         if name not in known:
             raise unknown_key(name, known)
-    return config_class(**{**known, **values})
+    return config_class(**_nested({name: given.get(name, key.default) for name, key in known.items()}))
 
 
 def defaults(config_class: type[Section]) -> dict[str, Any]:
-    """Return every key with its default, in the order of the sections; a key that must be given is None."""
-    every_field = [key_field for group in sections(config_class).values() for key_field in group]
-    return {key_field.name: default_of(key_field) for key_field in every_field}
+    """Return the default of every key, those of a group under its name; a key that must be given is None."""
+    return _nested({name: key.default for name, key in keys_of(config_class).items()})
 
 
-def default_of(key_field: Field[Any]) -> Any:
-    """Return the default of a key, None where it must be given."""
-    if key_field.default_factory is not MISSING:
-        return key_field.default_factory()
-    return None if is_required(key_field) else key_field.default
+def keys_of(config_class: type[Section]) -> dict[str, Key]:
+    """Return every key by its name, dotted in a group, in the order of the sections."""
+    return {key.name: key for keys in sections(config_class).values() for key in keys}
 
 
-def is_required(key_field: Field[Any]) -> bool:
-    """Say whether the key must be given."""
-    return key_field.default is MISSING and key_field.default_factory is MISSING
-
-
-def sections(config_class: type[Section]) -> dict[str, list[Field[Any]]]:
-    """Return the keys of a configuration under the titles of its sections.
+def sections(config_class: type[Section]) -> dict[str, list[Key]]:
+    """Return the keys of a configuration under the titles of its sections and groups.
 
     A title is the first line of the section's docstring, without its full stop. Where the configuration
     declares the key of a section anew, its own declaration counts.
     """
-    waiting = {key_field.name: key_field for key_field in fields(config_class)}
-    groups = {}
-    for section in config_class.__mro__[1:]:
-        own = [waiting.pop(name) for name in inspect.get_annotations(section) if name in waiting]
-        if own:
-            groups[(section.__doc__ or "").splitlines()[0].rstrip(".")] = own
-    return groups
-
-
-def sentence_of(key_field: Field[Any]) -> str:
-    """Return the documentation of a key."""
-    return key_field.metadata["key"].sentence
+    waiting = {member.name: member for member in fields(config_class)}
+    titled: dict[str, list[Key]] = {}
+    for section in (*config_class.__mro__[1:], config_class):
+        for member in [waiting.pop(name) for name in inspect.get_annotations(section) if name in waiting]:
+            if group := _group_of(member):
+                titled[_title(group)] = [_key_of(group, own_member) for own_member in fields(group)]
+            else:
+                titled.setdefault(_title(section), []).append(_key_of(config_class, member))
+    return titled
 
 
 def to_yaml(config: Section) -> str:
     """Write a configuration as YAML under the titles of its sections."""
     blocks = []
-    for title, group in sections(type(config)).items():
-        values = {key_field.name: getattr(config, key_field.name) for key_field in group}
+    for title, keys in sections(type(config)).items():
+        values = _nested({key.name: attrgetter(key.name)(config) for key in keys})
         blocks.append(f"# {title}\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}")
     return "\n".join(blocks)
-
-
-def convert(key_field: Field[Any], value: Any) -> Any:
-    """Return `value` as the type of the key; raise ConfigError where the key does not allow it."""
-    if value is None and key_field.default is None:
-        return None
-    if value is None and is_required(key_field):
-        raise ConfigError(f"{key_field.name}: must be given; {sentence_of(key_field)}")
-    rules: Key = key_field.metadata["key"]
-    noun, to_type = _TYPES[_type_of(key_field)]
-    try:
-        converted = to_type(value)
-        acceptable = rules.accepts(converted)
-    except (ValueError, OverflowError):
-        acceptable = False
-    if acceptable:
-        return converted
-    suffix = ", or null" if key_field.default is None else ""
-    raise refusal(key_field.name, value, f"must be {rules.allowed(noun)}{suffix}")
 
 
 def require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -163,8 +177,9 @@ def refusal(name: str, value: object, allowed: str) -> ConfigError:
 
 
 def unknown_key(name: str, known: Iterable[str]) -> ConfigError:
-    """Make the error for a key that does not exist; it names the closest that do."""
-    closest = difflib.get_close_matches(name, list(known), n=3)
+    """Make the error for a key that does not exist; it names the closest that do, of a group its keys."""
+    members = [other for other in known if other.startswith(f"{name}.")]
+    closest = members or difflib.get_close_matches(name, list(known), n=3)
     hint = f"close to it: {', '.join(closest)}" if closest else "--help lists all keys"
     return ConfigError(f"{name}: no such key; {hint}")
 
@@ -183,8 +198,45 @@ def shown(value: object) -> str:
     return text if text.isprintable() else repr(text)
 
 
-def _type_of(key_field: Field[Any]) -> type:
-    annotation: Any = key_field.type
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        group, _, own_name = name.rpartition(".")
+        (tree.setdefault(group, {}) if group else tree)[own_name] = value
+    return tree
+
+
+def _dotted(tree: Mapping[str, Any], known: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    groups = {name.partition(".")[0] for name in known if "." in name}
+    for name, value in tree.items():
+        if name in groups and isinstance(value, Mapping):
+            yield from ((f"{name}.{own_name}", own_value) for own_name, own_value in value.items())
+        else:
+            yield name, value
+
+
+def _title(section: type) -> str:
+    return (section.__doc__ or "").splitlines()[0].rstrip(".")
+
+
+def _group_of(member: Field[Any]) -> type[Section] | None:
+    return type(member.default) if isinstance(member.default, Section) else None
+
+
+def _key_of(section: type[Section], member: Field[Any]) -> Key:
+    required = member.default is MISSING and member.default_factory is MISSING
+    default = member.default if member.default_factory is MISSING else member.default_factory()
+    return Key(
+        name=section.prefix + member.name,
+        type=_type_of(member),
+        default=None if required else default,
+        required=required,
+        **member.metadata,
+    )
+
+
+def _type_of(member: Field[Any]) -> type:
+    annotation: Any = member.type
     if isinstance(annotation, UnionType):
         annotation = next(option for option in get_args(annotation) if option is not NoneType)
     return get_origin(annotation) or annotation

@@ -1,81 +1,172 @@
 """What the scripts do, from a checked configuration to a readable end."""
 
+import contextlib
+import signal
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import asdict, fields
 from pathlib import Path
+from types import FrameType
 
 from envs import TaskError, check_task
 from tdmpc.compose import build_evaluator, build_trainer
 from tdmpc.config import EvaluateConfig, TrainConfig, run_directory
-from tdmpc.keys import ConfigError, to_yaml
+from tdmpc.keys import ConfigError, shown, to_yaml
 from tdmpc.replay import EmptyReplayError
-from tdmpc.telemetry.recorder import Recorder
-from tdmpc.telemetry.sinks import Console, EvalCsv, JsonLines
-from tdmpc.training.checkpoint import CheckpointError, find_weights, save_weights
-from tdmpc.training.run_directory import RunDirectoryError, claim, describe, forget
-from tdmpc.training.trainer import Trainer, UnexpectedTerminationError
+from tdmpc.telemetry.console import Console, duration
+from tdmpc.telemetry.files import EvalCsv, JsonLines
+from tdmpc.telemetry.recorder import NonFiniteError, Recorder
+from tdmpc.telemetry.report import report, write_summary
+from tdmpc.telemetry.trackers import Background, TensorBoard, TrackerError, WandB
+from tdmpc.training.checkpoint import CheckpointError
+from tdmpc.training.collector import UnexpectedTerminationError
+from tdmpc.training.run_directory import RunDirectoryError, claim, describe, forget, refuse_used
+from tdmpc.training.trainer import Trainer
 
 USER_ERRORS = (
     CheckpointError,
     ConfigError,
     EmptyReplayError,
+    NonFiniteError,
     RunDirectoryError,
     TaskError,
+    TrackerError,
     UnexpectedTerminationError,
 )
+
+
+class Terminated(SystemExit):
+    """SIGTERM has arrived; the exit code is the one that a shell reports of a program that it ended."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
 
 
 def train(config: TrainConfig) -> None:
     """Train as configured and leave everything in the run directory.
 
-    Ctrl-C, or an error, saves the weights before it ends the program.
+    Whatever ends the run, Ctrl-C, SIGTERM or an error, the weights are saved and a report is given before.
     """
+    run = run_directory(config)
     check_task(config.task, config.env)
-    if config.checkpoint is not None:
-        find_weights(config.checkpoint)
-    with claim(run_directory(config), overwrite=config.overwrite) as run, ExitStack() as stack:
-        recorder = Recorder([Console(config.steps)])
+    refuse_used(run, overwrite=config.overwrite)
+    recorder = Recorder([Console(config.steps, plain=config.log.console == "plain")])
+    with ExitStack() as stack:
         stack.callback(recorder.close)
         trainer = build_trainer(config, run, recorder, stack)
-        # Only now that everything fits together is anything written.
+        # Only now that everything fits together is anything written, or overwritten.
+        stack.enter_context(claim(run, overwrite=config.overwrite))
         describe(run, to_yaml(config))
-        recorder.add_sink(JsonLines(run / "metrics.jsonl"))
-        recorder.add_sink(EvalCsv(run / "eval.csv"))
+        _add_sinks(recorder, run, config)
         recorder.announce(f"run directory: {run}")
-        _run(trainer, run, config)
-        _summarise(trainer, run, config)
+        with _sigterm_raises():
+            _run(trainer, run, config)
+
+
+def _add_sinks(recorder: Recorder, run: Path, config: TrainConfig) -> None:
+    recorder.add_sink(JsonLines(run / "metrics.jsonl"))
+    recorder.add_sink(EvalCsv(run / "eval.csv"))
+    if config.log.tensorboard:
+        recorder.add_sink(Background(TensorBoard(run / "tensorboard")))
+    if config.enable_wandb:
+        group, name = "-".join(run.parts[-3:-1]), run.parts[-1]
+        tracker = WandB(
+            run,
+            project=config.wandb_project,
+            group=group,
+            name=name,
+            config=asdict(config),
+            entity=config.wandb_entity,
+            silent=config.wandb_silent,
+        )
+        recorder.add_sink(Background(tracker))
 
 
 def _run(trainer: Trainer, run: Path, config: TrainConfig) -> None:
-    """Train, and keep what was learned whatever ends it."""
+    """Train; whatever ends it, keep what was learned and say what the run came to."""
+    announce = trainer.recorder.announce
     try:
         trainer.train()
     except (EmptyReplayError, UnexpectedTerminationError):
-        if trainer.progress.updates == 0:
+        if trainer.progress.total.updates == 0:
             forget(run)  # nothing was learned, and the corrected command should not find its directory used
+            raise
+        announce(f"stopped after {trainer.step:,} steps; {_try_to_save(trainer)}")
+        _report(trainer, run, "error")
+        raise
+    except NonFiniteError:
+        _report(trainer, run, "error")  # these weights must not replace the last checkpoint
         raise
     except BaseException as error:
-        ending = "interrupted" if isinstance(error, KeyboardInterrupt) else "ended by an error"
-        kept = (
-            f"weights saved to {save_weights(run, trainer.progress.steps, trainer.agent.weights())}"
-            if config.save_agent
-            else "weights not saved"
-        )
-        trainer.recorder.announce(f"{ending} after {trainer.progress.steps:,} steps; {kept}")
+        ending = "interrupted" if isinstance(error, KeyboardInterrupt | Terminated) else "error"
+        announce(f"stopped after {trainer.step:,} steps; {_try_to_save(trainer)}")
+        _report(trainer, run, ending)
         raise
+    _report(trainer, run, "finished")
+    announce(_farewell(trainer, run, config))
 
 
-def _summarise(trainer: Trainer, run: Path, config: TrainConfig) -> None:
+def _try_to_save(trainer: Trainer) -> str:
+    """Save the weights and say so; a failure is said too, and hides nothing that is about to be raised."""
+    try:
+        return str(trainer.save(trainer.step))
+    except Exception as error:
+        return f"weights not saved ({type(error).__name__}: {error})"
+
+
+def _report(trainer: Trainer, run: Path, ending: str) -> None:
+    """Print where the time went and write `summary.json`."""
+    view, total, evaluation = trainer.progress.view(), trainer.timers.total(), trainer.last_evaluation
+    summary = {
+        "ending": ending,
+        "counts": asdict(view.total),
+        "elapsed_s": {phase.value: seconds for phase, seconds in view.elapsed_s.items()},
+        "lifetime": asdict(trainer.agent.lifetime),
+        "last_evaluation": None if evaluation is None else evaluation.metrics(),
+    }
+    trainer.recorder.announce(f"\n{report(total, trainer.timers.overhead_s)}")
+    write_summary(run / "summary.json", total, summary)
+
+
+def _farewell(trainer: Trainer, run: Path, config: TrainConfig) -> str:
     """Say what the run came to and how to go on."""
-    progress, outcome = trainer.progress, trainer.last_evaluation
+    view, outcome = trainer.progress.view(), trainer.last_evaluation
     assert outcome is not None
-    minutes, seconds = divmod(round(trainer.recorder.elapsed_s), 60)
-    trainer.recorder.announce(
-        f"\ndone: {progress.steps:,} steps, {progress.episodes:,} episodes, {progress.updates:,} updates "
-        f"in {minutes} min {seconds} s\n"
-        f"return of the last evaluation: {outcome.returns.mean():.1f} over {len(outcome.returns)} episodes\n"
-        f"curve and metrics: {run}/eval.csv, {run}/metrics.jsonl\n"
-        + (f"evaluate: python scripts/evaluate.py task={config.task} checkpoint={run}" if config.save_agent else "")
-    )
+    counts = view.total
+    lines = [
+        f"\ndone: {counts.steps:,} steps, {counts.episodes:,} episodes, {counts.updates:,} updates "
+        f"in {duration(view.total_elapsed_s)}",
+        f"return of the last evaluation: {outcome.returns.mean():.1f} over {len(outcome.returns)} episodes",
+        f"files: {run}",
+        f"pictures: python scripts/plot.py {run}",
+    ]
+    if config.save_agent and counts.updates:
+        lines.append(f"evaluate: python scripts/evaluate.py checkpoint={run} {_evaluation_keys(config)}")
+    return "\n".join(lines)
+
+
+def _evaluation_keys(config: TrainConfig) -> str:
+    """Return the keys of `evaluate.py` that make it act as this run did."""
+    left_out = ("checkpoint", "eval_episodes", "num_envs", "env", "seed")
+    names = [f.name for f in fields(EvaluateConfig) if f.name not in left_out]
+    default = TrainConfig()
+    changed = [name for name in names if name == "task" or getattr(config, name) != getattr(default, name)]
+    options = [f"env.{name}={shown(value)}" for name, value in config.env.items()]
+    return " ".join([*(f"{name}={shown(getattr(config, name))}" for name in changed), *options])
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM unwind the run as Ctrl-C does, instead of ending it on the spot."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def evaluate(config: EvaluateConfig) -> None:

@@ -1,14 +1,15 @@
 import subprocess
 import sys
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from hydra import compose, initialize_config_dir
 
 from tdmpc.command_line import checked_arguments, from_hydra, one_line_errors
 from tdmpc.commands import CONFIG_DIRECTORY, EVALUATE, HELP_WIDTH, TRAIN, group_options, help_text
-from tdmpc.config import EvaluateConfig, TrainConfig
-from tdmpc.keys import ConfigError, defaults
+from tdmpc.config import EvaluateConfig, Log, Profile, TrainConfig
+from tdmpc.keys import ConfigError, keys_of
 
 SCRIPT = f"""
 import sys
@@ -55,6 +56,11 @@ def test_overrides_are_converted():
     assert config == TrainConfig(steps=1_000_000, buffer_size=100_000, mpc=False, lr=1e-4)
 
 
+def test_keys_of_a_group_are_given_by_their_dotted_names():
+    config = train_config("log.console=plain", "profile.at=1e3", "profile.trace=true")
+    assert config == TrainConfig(log=Log(console="plain"), profile=Profile(at=1000, trace=True))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -81,12 +87,23 @@ def test_every_preset_is_valid_and_says_what_it_is(name):
     assert group_options("experiment")[name].endswith(".")
 
 
-def test_a_preset_with_an_unknown_key_is_refused():
-    with (
-        initialize_config_dir(str(CONFIG_DIRECTORY), version_base="1.3"),
-        pytest.raises(ConfigError, match="num_env: no such key; close to it: num_envs"),
-    ):
-        from_hydra(TrainConfig, compose("train", ["+num_env=2"]))
+@pytest.mark.parametrize(
+    ("preset", "message"),
+    [
+        ("num_env: 2", "num_env: no such key; close to it: num_envs, num_q, num_bins"),
+        ("log: {consol: plain}", "log.consol: no such key; close to it: log.console"),
+        ("log: {console: bar}", "log.console=bar: must be one of auto, plain"),
+        ("log: {console: '${nothing}'}", "log.console: Interpolation key 'nothing' not found"),
+        ("log: 3", "log: no such key; close to it: log.console, log.tensorboard"),
+        ("log: null", "log: no such key; close to it: log.console, log.tensorboard"),
+    ],
+)
+def test_a_preset_that_is_wrong_is_refused(tmp_path, preset, message):
+    copytree(CONFIG_DIRECTORY, tmp_path / "configs")
+    (tmp_path / "configs/experiment/wrong.yaml").write_text(f"# @package _global_\n{preset}\n")
+    with initialize_config_dir(str(tmp_path / "configs"), version_base="1.3"), pytest.raises(ConfigError) as refusal:
+        from_hydra(TrainConfig, compose("train", ["experiment=wrong"]))
+    assert str(refusal.value) == message
 
 
 def test_evaluation_is_composed_from_its_own_keys(tmp_path):
@@ -119,6 +136,23 @@ def test_evaluation_is_composed_from_its_own_keys(tmp_path):
         ("--fast", "--fast: no such flag; --help lists what there is"),
         ("steps=${nothing}", "steps: Interpolation key 'nothing' not found"),
         ("task=???", "task: Missing mandatory value: task"),
+        ("log.consol=x", "log.consol: no such key; close to it: log.console"),
+        ("log.console.a=x", "log.console.a: no such key; close to it: log.console"),
+        ("log.console=bar", "log.console=bar: must be one of auto, plain"),
+        ("log.console=", "log.console=: must be one of auto, plain"),
+        ("log.console={a: 1}", "log.console={'a': 1}: must be one of auto, plain"),
+        ("log.console=auto,plain", "log.console=auto,plain: several values need the flag --multirun"),
+        ("log.console=${nothing}", "log.console: Interpolation key 'nothing' not found"),
+        ("log.console=???", "log.console: Missing mandatory value: console"),
+        ("+log.console=plain", "+log.console=plain: must be plain key=value"),
+        ("+log.new=1", "log.new: no such key; close to it: log.console"),
+        ("~log.console", "~log.console: must be plain key=value"),
+        ("log/console=plain", "log/console: no such key; close to it: log.console"),
+        *(
+            (argument, "log: no such key; close to it: log.console, log.tensorboard")
+            for argument in ("log=3", "log=null", "log={console: plain}", "+log=3", "~log", "log=")
+        ),
+        ("profile.at=-1", "profile.at=-1: must be a whole number of at least 0"),
         ("checkpoint=no/where.pt", "checkpoint=no/where.pt: there is no such file or directory"),
     ],
 )
@@ -151,7 +185,7 @@ def test_keys_of_hydra_are_left_to_hydra():
 @pytest.mark.parametrize("command", [TRAIN, EVALUATE])
 def test_help_has_every_key_preset_and_example_and_fits_the_terminal(command):
     text = help_text(command)
-    for name in defaults(command.config_class):
+    for name in keys_of(command.config_class):
         assert f"\n  {name}=" in text
     for group in command.groups:
         for name in group_options(group):
@@ -159,6 +193,12 @@ def test_help_has_every_key_preset_and_example_and_fits_the_terminal(command):
     for example in command.examples:
         assert example in text
     assert max(len(line) for line in text.splitlines()) <= HELP_WIDTH
+
+
+def test_help_lists_the_keys_of_a_group_under_its_title():
+    _, _, group = help_text(TRAIN).partition("\n\nWhere the log goes\n")
+    lines = group.split("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in lines if line[2] != " "] == ["log.console=auto", "log.tensorboard=true"]
 
 
 @pytest.mark.parametrize("command", [TRAIN, EVALUATE])
@@ -189,6 +229,8 @@ def test_only_the_given_errors_become_one_line(capsys):
     [
         ("nun_envs=3", "error: nun_envs: no such key; close to it: num_envs, num_bins\n"),
         ("num_envs=0", "error: num_envs=0: must be a whole number of at least 1\n"),
+        ("log=3", "error: log: no such key; close to it: log.console, log.tensorboard\n"),
+        ("log.console=bar", "error: log.console=bar: must be one of auto, plain\n"),
         ("exp_name=used", "error: the run directory is used\n"),
     ],
 )

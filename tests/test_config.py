@@ -1,13 +1,15 @@
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tdmpc.config import MODEL_SIZES, EvaluateConfig, TrainConfig, run_directory
-from tdmpc.keys import ConfigError, defaults, from_mapping, sections, sentence_of, to_yaml
+from tdmpc.config import MODEL_SIZES, EvaluateConfig, Log, Profile, TrainConfig, run_directory
+from tdmpc.keys import ConfigError, Section, defaults, from_mapping, key, keys_of, require, sections, to_yaml
 
 PUBLISHED_DEFAULTS = {
     "task": "walker-walk",
@@ -69,7 +71,43 @@ OUR_DEFAULTS = {
     "log_freq": 1000,
     "overwrite": False,
     "run_root": "runs",
+    "save_video": False,
+    "enable_wandb": False,
+    "wandb_project": "tdmpc",
+    "wandb_entity": None,
+    "wandb_silent": False,
+    "log": {"console": "auto", "tensorboard": True},
+    "profile": {"trace": False, "at": 100, "updates": 5},
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Range(Section):
+    """Range."""
+
+    prefix = "range."
+
+    low: float = key(0.0, "Least value.")
+    high: float | None = key(1.0, "Largest value.")
+    options: Mapping[str, int] = key({}, "Options of the range.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.low < self.high, "range.low", self.low, f"must be below range.high ({self.high})")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plain(Section):
+    """Before and after the group."""
+
+    low: int = key(1, "A key whose name is also one of the group.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grouped(Plain):
+    """A configuration with a group."""
+
+    range: Range = Range()
 
 
 def test_the_defaults_are_the_published_ones_and_ours():
@@ -100,27 +138,29 @@ def test_a_given_size_wins_over_the_table():
 
 @pytest.mark.parametrize("config_class", [TrainConfig, EvaluateConfig])
 def test_every_key_belongs_to_a_section_and_has_one_sentence(config_class):
-    declared = [field for keys in sections(config_class).values() for field in keys]
-    assert {field.name for field in declared} == {field.name for field in dataclasses.fields(config_class)}
-    for field in declared:
-        assert re.fullmatch(r"[A-Z][^$]*[^.]\.", sentence_of(field)), field.name
-        assert ". " not in sentence_of(field), field.name
+    declared = keys_of(config_class)
+    top = {name.partition(".")[0] for name in declared}
+    assert top == {field.name for field in dataclasses.fields(config_class)}
+    assert len(declared) == sum(len(keys) for keys in sections(config_class).values())
+    for name, declaration in declared.items():
+        assert re.fullmatch(r"[A-Z][^$]*[^.]\.", declaration.sentence), name
+        assert ". " not in declaration.sentence, name
 
 
 @pytest.mark.parametrize("config_class", [TrainConfig, EvaluateConfig])
 def test_every_default_has_the_type_of_its_key(config_class):
     config = from_mapping(config_class, {"checkpoint": "agent.pt"})
-    for name, value in defaults(config_class).items():
-        if value is not None:
-            assert type(value) is type(getattr(config, name)), name
+    for name, declaration in keys_of(config_class).items():
+        if declaration.default is not None:
+            assert type(declaration.default) is type(attrgetter(name)(config)), name
 
 
 def test_evaluation_shares_its_keys_with_training():
-    assert {field.name for field in dataclasses.fields(EvaluateConfig)} <= set(defaults(TrainConfig))
+    assert keys_of(EvaluateConfig).keys() <= keys_of(TrainConfig).keys()
 
 
 @pytest.mark.parametrize(
-    ("key", "given", "expected"),
+    ("name", "given", "expected"),
     [
         ("steps", 1e6, 1_000_000),
         ("steps", 5, 5),
@@ -143,10 +183,15 @@ def test_evaluation_shares_its_keys_with_training():
         ("env", {"a": {"b": 1}}, {"a": {"b": 1}}),
         ("num_pi_trajs", 0, 0),
         ("num_elites", 512, 512),
+        ("profile.at", 1e3, 1000),
+        ("profile.at", 0, 0),
+        ("log.tensorboard", False, False),
+        ("wandb_entity", None, None),
+        ("wandb_project", 7, "7"),
     ],
 )
-def test_a_value_becomes_the_type_of_its_key(key, given, expected):
-    value = getattr(from_mapping(TrainConfig, {key: given}), key)
+def test_a_value_becomes_the_type_of_its_key(name, given, expected):
+    value = attrgetter(name)(from_mapping(TrainConfig, {name: given}))
     assert value == expected
     assert type(value) is type(expected)
 
@@ -219,6 +264,22 @@ def test_a_value_becomes_the_type_of_its_key(key, given, expected):
         # Names of keys.
         ({"num_env": 2}, "num_env: no such key; close to it: num_envs, num_q, num_bins"),
         ({"xyzzy": 2}, "xyzzy: no such key; --help lists all keys"),
+        # Groups of keys.
+        ({"log": {"console": "bar"}}, "log.console=bar: must be one of auto, plain"),
+        ({"log.console": "bar"}, "log.console=bar: must be one of auto, plain"),
+        ({"log": {"console": None}}, "log.console=null: must be one of auto, plain"),
+        ({"log": {"console": {"a": 1}}}, "log.console={'a': 1}: must be one of auto, plain"),
+        ({"log": {"tensorboard": 1}}, "log.tensorboard=1: must be true or false"),
+        ({"profile": {"at": -1}}, "profile.at=-1: must be a whole number of at least 0"),
+        ({"profile": {"updates": 0}}, "profile.updates=0: must be a whole number of at least 1"),
+        ({"log": 3}, "log: no such key; close to it: log.console, log.tensorboard"),
+        ({"log": None}, "log: no such key; close to it: log.console, log.tensorboard"),
+        ({"log": {"consol": "plain"}}, "log.consol: no such key; close to it: log.console"),
+        ({"log": {1: 2}}, "log.1: no such key; --help lists all keys"),
+        ({"log.console.a": 2}, "log.console.a: no such key; close to it: log.console"),
+        ({"console": "plain"}, "console: no such key; close to it: log.console"),
+        ({"profil": {"at": 1}}, "profil: no such key; close to it: profile.at, profile.trace"),
+        ({"wandb_project": None}, "wandb_project=null: must be a text that is not empty"),
     ],
 )
 def test_a_value_that_is_not_allowed_is_refused_in_one_line(given, message):
@@ -249,8 +310,38 @@ def test_a_config_is_checked_whoever_makes_it():
 
 
 def test_a_config_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(TrainConfig(), "seed", 2)  # noqa: B010
+    for config, name in ((TrainConfig(), "seed"), (TrainConfig().profile, "at")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, name, 2)
+
+
+@pytest.mark.parametrize("make", [Log, lambda **keys: TrainConfig(log=keys)])
+def test_a_group_names_its_keys_in_full_whoever_makes_it(make):
+    with pytest.raises(ConfigError, match=r"^log\.console=bar: must be one of auto, plain$"):
+        make(console="bar")
+
+
+@pytest.mark.parametrize("value", [3, None, Profile()])
+def test_only_its_own_class_or_its_keys_make_a_group(value):
+    with pytest.raises(TypeError):
+        TrainConfig(log=value)
+
+
+@pytest.mark.parametrize("values", [{"profile": {"at": 7}}, {"profile.at": 7}])
+def test_keys_of_a_group_that_are_not_given_keep_their_defaults(values):
+    assert from_mapping(TrainConfig, values) == TrainConfig(profile=Profile(at=7, updates=5))
+
+
+def test_a_group_shares_names_with_flat_keys_without_mixing_them_up():
+    config = from_mapping(Grouped, {"low": 5, "range": {"low": 0.5}})
+    assert (config.low, config.range.low, config.range.high) == (5, 0.5, 1.0)
+    assert list(keys_of(Grouped)) == ["low", "range.low", "range.high", "range.options"]
+    assert list(sections(Grouped)) == ["Before and after the group", "Range"]
+
+
+def test_rules_between_the_keys_of_a_group_are_checked():
+    with pytest.raises(ConfigError, match=r"^range\.low=2\.0: must be below range\.high \(1\.0\)$"):
+        from_mapping(Grouped, {"range": {"low": 2}})
 
 
 def test_configs_do_not_share_their_environment_options():
@@ -276,9 +367,18 @@ def test_runs_can_be_kept_elsewhere(tmp_path):
 
 
 def test_yaml_gives_the_same_config_back_with_its_sizes():
-    config = TrainConfig(model_size=1, latent_dim=256, task="gym:A-v1", env={"a": [1, None]}, entropy_coef=1e-7)
+    config = TrainConfig(
+        model_size=1,
+        latent_dim=256,
+        task="gym:A-v1",
+        env={"a": [1, None]},
+        entropy_coef=1e-7,
+        log=Log(console="plain"),
+        profile=Profile(trace=True, at=0),
+    )
     values = yaml.safe_load(to_yaml(config))
     assert values["latent_dim"] == 256
     assert values["mlp_dim"] == MODEL_SIZES[1]["mlp_dim"]
     assert list(values) == list(defaults(TrainConfig))
+    assert values["profile"] == {"trace": True, "at": 0, "updates": 5}
     assert from_mapping(TrainConfig, values) == config

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tdmpc.agent.learner import Learner, UpdateNoise
 from tdmpc.agent.planner import Imagination, PlannerNoise, PlannerState, plan, shift
-from tdmpc.agent.settings import LearnerSettings, NetworkSettings, PlannerSettings
+from tdmpc.agent.settings import LearnerSettings, NetworkSettings, PlannerSettings, Section, no_section
 from tdmpc.agent.world_model import WorldModel
 
 
@@ -33,31 +33,40 @@ class TDMPC2:
     Args:
         network: sizes of the networks.
         planner: settings of the search.
-        learner: settings of losses and optimisers.
+        learner: settings of losses and optimisers; None for an agent that only acts.
         discount: gamma.
         init_seed: seed of the initial weights.
         update_seed: seed of the noise in updates.
         device: where everything lives.
+        section: brackets parts of `act` and `update` by name, for whoever wants to measure them.
     """
 
     def __init__(
         self,
         network: NetworkSettings,
         planner: PlannerSettings,
-        learner: LearnerSettings,
+        learner: LearnerSettings | None,
         *,
         discount: float,
         init_seed: int,
         update_seed: int,
         device: torch.device,
+        section: Section = no_section,
     ) -> None:
         self.network, self.planner, self.discount, self.device = network, planner, discount, device
         self.model = WorldModel(network)
         self.model.initialise(torch.Generator().manual_seed(init_seed))
         self.model.to(device)
-        self.learner = Learner(self.model, learner, discount)
+        self._learner = Learner(self.model, learner, discount, section) if learner else None
+        self.section = section
         self.lifetime = Lifetime()
         self._generator = torch.Generator(device).manual_seed(update_seed)
+
+    @property
+    def learner(self) -> Learner:
+        """The part that updates; only of an agent that was made to learn."""
+        assert self._learner is not None
+        return self._learner
 
     def initial_state(self, num_envs: int, seed: int) -> PlannerState:
         """Return the state to hand to the first `act` on `num_envs` environments, with its own random stream."""
@@ -83,8 +92,9 @@ class TDMPC2:
         noise = PlannerNoise.draw(
             self.planner, len(obs), self.network.action_size, self.network.num_q, explore, state.generator
         )
-        imagination = Imagination(self.model, self.discount)
-        action, mean = plan(imagination, self.planner, z, shift(state.mean, first), noise)
+        with self.section("plan"):
+            imagination = Imagination(self.model, self.discount)
+            action, mean = plan(imagination, self.planner, z, shift(state.mean, first), noise)
         return action, PlannerState(mean, state.generator)
 
     def _act_from_policy(self, z: Tensor, state: PlannerState, explore: bool) -> Tensor:
@@ -95,20 +105,26 @@ class TDMPC2:
     def update(self, batch: TensorDictBase) -> TensorDict:
         """Do one update on a batch of slices (see `Learner.update`) and return its metrics, on the device."""
         noise = UpdateNoise.draw(self.model, self.learner.settings.dropout, batch["action"].shape, self._generator)
+        metrics = self.learner.update(batch, noise)
         self.lifetime.updates += 1
-        return self.learner.update(batch, noise)
+        return metrics
 
     def weights(self) -> dict[str, Any]:
-        """Return what acting and further training need of the learned: plain types and tensors on the CPU."""
+        """Return a copy of what was learned, for acting and further training: plain types and tensors on the CPU."""
         return {
             "network": asdict(self.network),
-            "model": {key: value.cpu() for key, value in self.model.state_dict().items()},
-            "scale": self.learner.scale.value.cpu(),
+            "model": {key: _copy(value) for key, value in self.model.state_dict().items()},
+            "scale": _copy(self.learner.scale.value),
             "lifetime": asdict(self.lifetime),
         }
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Take over weights, running scale and lifetime from `weights()` of an agent of the same sizes."""
         self.model.load_state_dict(weights["model"])
-        self.learner.scale.value.copy_(weights["scale"])
+        if self._learner is not None:
+            self._learner.scale.value.copy_(weights["scale"])
         self.lifetime = Lifetime(**weights["lifetime"])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().cpu()

@@ -9,7 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from tdmpc.agent.layers import draw_heads
-from tdmpc.agent.settings import LearnerSettings
+from tdmpc.agent.settings import LearnerSettings, Section, no_section
 from tdmpc.agent.world_model import WorldModel
 
 
@@ -65,11 +65,20 @@ class RunningScale(nn.Module):
 
 
 class Learner:
-    """Optimise a world model and its policy prior on batches of slices."""
+    """Optimise a world model and its policy prior on batches of slices.
 
-    def __init__(self, model: WorldModel, settings: LearnerSettings, discount: float) -> None:
+    Args:
+        model: to optimise.
+        settings: of losses and optimisers.
+        discount: gamma.
+        section: brackets the parts of an update by name, for whoever wants to measure them.
+    """
+
+    def __init__(
+        self, model: WorldModel, settings: LearnerSettings, discount: float, section: Section = no_section
+    ) -> None:
         s = self.settings = settings
-        self.model, self.discount = model, discount
+        self.model, self.discount, self.section = model, discount, section
         device = model.two_hot.bins.device
         self.scale = RunningScale(s.tau).to(device)
         self.rho = torch.pow(s.rho, torch.arange(s.horizon + 1, device=device)).view(-1, 1, 1)
@@ -93,12 +102,15 @@ class Learner:
         Returns:
             Losses, gradient norms (before clipping) and statistics: detached scalars on the device.
         """
-        loss, latents, metrics = self.world_loss(batch, noise)
-        metrics["grad_norm"] = self._descend(loss, self.optimizer, self.world_parameters)
-        policy_loss, policy_metrics = self.policy_loss(latents, noise)
-        metrics |= policy_metrics
-        metrics["pi_grad_norm"] = self._descend(policy_loss, self.policy_optimizer, self.policy_parameters)
-        self.update_target()
+        with self.section("model"):
+            loss, latents, metrics = self.world_loss(batch, noise)
+            metrics["grad_norm"] = self._descend(loss, self.optimizer, self.world_parameters)
+        with self.section("policy"):
+            policy_loss, policy_metrics = self.policy_loss(latents, noise)
+            metrics |= policy_metrics
+            metrics["pi_grad_norm"] = self._descend(policy_loss, self.policy_optimizer, self.policy_parameters)
+        with self.section("target"):
+            self.update_target()
         return TensorDict({name: value.detach() for name, value in metrics.items()})
 
     @torch.no_grad()

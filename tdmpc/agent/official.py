@@ -6,6 +6,7 @@ rows or columns permuted. Termination and Q heads, online and target, are alike;
 keeps of the Q heads for its own use are dropped, and made again on export.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,10 @@ _PREFIXES = {
     "_target_Qs_params.": "target_q.",
 }
 # What no shape tells is the same in all published models.
+_LOG_STD_MIN, _LOG_STD_RANGE = -10.0, 12.0
+# The first published files number the tensors of the Q heads instead of naming them.
+_NUMBERED = re.compile(r"_(target_)?Qs\.params\.(\d+)")
+_TENSORS_OF_A_LAYER = ("weight", "bias", "ln.weight", "ln.bias")
 _NOT_IN_SHAPES = {"simnorm_dim": 8, "vmin": -10.0, "vmax": 10.0}
 
 
@@ -46,14 +51,14 @@ def from_published(state: Mapping[str, Any]) -> dict[str, Any]:
     if foreign:
         raise ValueError(f"only single-task models of state observations can be loaded, and it has {foreign[0]}")
     # Files written by some versions of tensordict hold its batch size and device among the weights.
-    ours = {_rename(key, _PREFIXES): value for key, value in state.items() if isinstance(value, Tensor)}
+    ours = {_rename(_named(key), _PREFIXES): value for key, value in state.items() if isinstance(value, Tensor)}
     ours.pop("", None)
     try:
         network = _infer_sizes(ours) | _NOT_IN_SHAPES
     except KeyError as error:
         raise ValueError(f"it has no {error.args[0]}") from None
-    low = float(state["log_std_min"])
-    network |= {"log_std_min": low, "log_std_max": low + float(state["log_std_dif"])}
+    low = float(state.get("log_std_min", _LOG_STD_MIN))
+    network |= {"log_std_min": low, "log_std_max": low + float(state.get("log_std_dif", _LOG_STD_RANGE))}
     return {
         "network": network,
         "model": _permute_latents(ours, network["simnorm_dim"], to_strided=True),
@@ -88,12 +93,21 @@ def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
         "action_size": state["dynamics.0.weight"].shape[1] - latent_dim,
         "episodic": "termination.0.weight" in state,
         "enc_dim": enc_dim,
-        "num_enc_layers": max(_last_index(state, "encoder"), 1) + 1,
+        "num_enc_layers": _last_index(state, "encoder") + 1,
         "mlp_dim": mlp_dim,
         "latent_dim": latent_dim,
         "num_q": num_q,
         "num_bins": state[f"{_last_layer(state, 'reward')}.weight"].shape[0],
     }
+
+
+def _named(key: str) -> str:
+    match = _NUMBERED.fullmatch(key)
+    if not match:
+        return key
+    layer, tensor = divmod(int(match[2]), len(_TENSORS_OF_A_LAYER))
+    prefix = "_target_Qs_params" if match[1] else "_Qs.params"
+    return f"{prefix}.{layer}.{_TENSORS_OF_A_LAYER[tensor]}"
 
 
 def _rename(key: str, prefixes: Mapping[str, str]) -> str:

@@ -1,5 +1,6 @@
 """Model predictive path integral control in latent space, for a batch of environments (TD-MPC2, section 3.3)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -127,29 +128,36 @@ class Imagination:
         # A logit of 0 is a probability of 0.5.
         return (self.model.termination_logits(z) <= 0).to(z.dtype)
 
-    def roll(self, shared: Tensor, actions: Tensor) -> Rollout:
-        """Follow the action sequences `[E, N, H, A]` from `share(z0)`, summing discounted rewards."""
-        z, value = self.start(shared, actions[:, :, 0])
+    def roll(self, shared: Tensor, horizon: int, action_at: Callable[[int, Tensor | None], Tensor]) -> Rollout:
+        """Follow trajectories from `share(z0)`, summing discounted rewards until a predicted termination.
+
+        Args:
+            shared: from `share`.
+            horizon: how many steps.
+            action_at: gives the actions `[E, N, A]` of step t at latents `[E, N, D]`; at step 0 there are none yet.
+        """
+        z, value = self.start(shared, action_at(0, None))
         alive = self.alive(z)
-        for t in range(1, actions.shape[2]):
-            z, reward = self.step(z, actions[:, :, t])
+        for t in range(1, horizon):
+            z, reward = self.step(z, action_at(t, z))
             value = value + self.discount**t * alive * reward
             alive = alive * self.alive(z)
         return Rollout(z, value, alive)
 
+    def roll_actions(self, shared: Tensor, actions: Tensor) -> Rollout:
+        """Follow the action sequences `[E, N, H, A]`."""
+        return self.roll(shared, actions.shape[2], lambda t, _: actions[:, :, t])
+
     def roll_policy(self, z0: Tensor, shared: Tensor, noise: Tensor) -> tuple[Tensor, Rollout]:
         """Follow the policy prior from `z0 [E, D]` for `noise [H, E, P, A]`: actions `[E, P, H, A]` and the end."""
-        action = self.model.policy_action(z0.unsqueeze(1), noise[0])
-        actions = [action]
-        z, value = self.start(shared, action)
-        alive = self.alive(z)
-        for t in range(1, noise.shape[0]):
-            action = self.model.policy_action(z, noise[t])
-            actions.append(action)
-            z, reward = self.step(z, action)
-            value = value + self.discount**t * alive * reward
-            alive = alive * self.alive(z)
-        return torch.stack(actions, 2), Rollout(z, value, alive)
+        actions = []
+
+        def act(t: int, z: Tensor | None) -> Tensor:
+            actions.append(self.model.policy_action(z0.unsqueeze(1) if z is None else z, noise[t]))
+            return actions[-1]
+
+        end = self.roll(shared, len(noise), act)
+        return torch.stack(actions, 2), end
 
     def value(self, end: Rollout, horizon: int, heads: Tensor, noise: Tensor) -> Tensor:
         """Return the values `[E, N]` of trajectories: their rewards, and two Q heads at the end; NaN counts as 0."""
@@ -186,7 +194,7 @@ def plan(
     std = torch.full_like(mean, s.max_std)
     for i in range(s.iterations):
         sampled = (mean.unsqueeze(1) + std.unsqueeze(1) * noise.sample[i]).clamp(-1, 1)
-        end = policy_end.join(imagination.roll(shared, sampled))
+        end = policy_end.join(imagination.roll_actions(shared, sampled))
         value = imagination.value(end, s.horizon, noise.heads[i], noise.terminal[i])
         elite_value, elite = value.topk(s.num_elites, dim=1)
         actions = torch.cat([policy_actions, sampled], 1)

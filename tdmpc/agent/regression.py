@@ -38,12 +38,6 @@ class TwoHot(nn.Module):
         lower = position.floor().clamp(0, self.num_bins - 2)
         return lower.long(), position - lower
 
-    def encode(self, x: Tensor) -> Tensor:
-        """Return the two-hot distributions `[..., K]` of the scalars `x [..., 1]`."""
-        lower, upper_weight = self._locate(x)
-        code = torch.zeros(*x.shape[:-1], self.num_bins, dtype=x.dtype, device=x.device)
-        return code.scatter(-1, lower, 1 - upper_weight).scatter(-1, lower + 1, upper_weight)
-
     def decode(self, logits: Tensor) -> Tensor:
         """Return the scalars `[..., 1]` that the distributions with these `logits [..., K]` stand for."""
         return symexp(logits.softmax(-1) @ self.bins.unsqueeze(-1))

@@ -1,9 +1,19 @@
 """What the agent needs to know, in three parts; the defaults live in `tdmpc/config.py`."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+Section = Callable[[str], AbstractContextManager[Any]]
+"""Brackets a named part of the work, `with section("plan"): ...`."""
+
+
+def no_section(name: str) -> AbstractContextManager[None]:
+    """Bracket nothing."""
+    return nullcontext()
 
 
 @dataclass(frozen=True)

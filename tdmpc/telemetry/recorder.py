@@ -1,13 +1,20 @@
 """From values of single steps and updates to one row a window."""
 
+import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from tensordict import TensorDictBase
 
+from tdmpc.telemetry.metrics import Reduce, declaration
+
 Row = Mapping[str, Any]
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or a gradient is not a finite number; the message names it."""
 
 
 class Sink(Protocol):
@@ -21,7 +28,11 @@ class Sink(Protocol):
         """Say what begins now and may take long, or what a person should know."""
         ...
 
-    def advance(self, step: int) -> None:
+    def add_video(self, step: int, path: Path) -> None:
+        """Take a finished video of the evaluation at `step`."""
+        ...
+
+    def advance(self, step: int, eta_s: float | None) -> None:
         """Show that the run has reached `step`; called at every step, so it must cost next to nothing."""
         ...
 
@@ -30,20 +41,48 @@ class Sink(Protocol):
         ...
 
 
-class Recorder:
-    """Collect values over a window and hand their means to the sinks as a row.
+class Accumulator:
+    """Reduce the values of a window to one, in constant memory."""
 
-    A value that was not recorded in a window is absent from its row.
+    def __init__(self, reduce: Reduce) -> None:
+        self._reduce = reduce
+        self._count, self._sum, self._max, self._last = 0, 0.0, -math.inf, 0.0
+
+    def add(self, value: float) -> None:
+        """Take one more value."""
+        self._count += 1
+        self._sum += value
+        self._max = max(self._max, value)
+        self._last = value
+
+    def value(self) -> float:
+        """Return the reduced value; at least one must have been added."""
+        match self._reduce:
+            case Reduce.MEAN:
+                return self._sum / self._count
+            case Reduce.SUM:
+                return self._sum
+            case Reduce.MAX:
+                return self._max
+            case Reduce.LAST:
+                return self._last
+
+
+class Recorder:
+    """Collect values over a window and hand the row that they make to the sinks.
+
+    A value that was not recorded in a window is absent from its row. A sink that raises is reported once, and
+    training goes on.
 
     Args:
         sinks: where rows go.
-        clock: seconds, monotonic.
+        wall_clock: seconds since 1970.
     """
 
-    def __init__(self, sinks: Sequence[Sink], clock: Callable[[], float] = time.monotonic) -> None:
-        self._sinks, self._clock = list(sinks), clock
-        self._start = clock()
-        self._values: dict[str, list[float]] = defaultdict(list)
+    def __init__(self, sinks: Sequence[Sink], wall_clock: Callable[[], float] = time.time) -> None:
+        self._sinks, self._wall_clock = list(sinks), wall_clock
+        self._failing: set[int] = set()
+        self._window: dict[str, Accumulator] = {}
         self._update_sum: TensorDictBase | None = None
         self._updates = 0
 
@@ -51,47 +90,90 @@ class Recorder:
         """Hand the rows to one more sink from now on."""
         self._sinks.append(sink)
 
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the start."""
-        return self._clock() - self._start
-
     def record(self, name: str, value: float) -> None:
-        """Add one value to the window."""
-        self._values[name].append(value)
+        """Add one value to the window.
+
+        Raises:
+            KeyError: no such metric is declared.
+        """
+        if name not in self._window:
+            self._window[name] = Accumulator(declaration(name).window)
+        self._window[name].add(value)
 
     def record_update(self, metrics: TensorDictBase) -> None:
         """Add the metrics of one update; they stay on the device until the window ends."""
         self._update_sum = metrics if self._update_sum is None else self._update_sum + metrics
         self._updates += 1
 
-    def log(self, kind: str, step: int, **values: float) -> None:
-        """End the window: write a row of the means of what was recorded, and of `values` as they are."""
-        row: dict[str, Any] = {"kind": kind, "step": step, "elapsed_s": self.elapsed_s, **values}
-        row |= {name: sum(items) / len(items) for name, items in self._values.items()}
-        if self._update_sum is not None:
-            sums = self._update_sum.cpu().to_dict()
-            row |= {f"train/{name}": value.item() / self._updates for name, value in sums.items()}
-        self._values.clear()
-        self._update_sum, self._updates = None, 0
-        self.write(row)
+    def check_finite(self, step: int) -> None:
+        """Read the losses and gradient norms of the window so far.
 
-    def write(self, row: Row) -> None:
+        Raises:
+            NonFiniteError: one of them is not finite.
+        """
+        for name, value in self._update_means().items():
+            if not math.isfinite(value):
+                raise NonFiniteError(
+                    f"{name} is {value} in the window that ends at step {step}: training stops. The last checkpoint "
+                    "is from before; a lower lr or grad_clip_norm may help"
+                )
+
+    def end_window(self, kind: str, progress: Mapping[str, float], **values: float) -> None:
+        """Write a row of what was recorded since the last one, then begin a new window.
+
+        Args:
+            kind: what the row is about.
+            progress: the values that stand in every row: step, frames, updates, elapsed_s.
+            values: more of the row, as they are.
+
+        Raises:
+            NonFiniteError: a loss or gradient of the window is not finite; the row is written all the same.
+        """
+        values |= {name: accumulator.value() for name, accumulator in self._window.items()} | self._update_means()
+        self.write(kind, progress, **values)
+        try:
+            self.check_finite(int(progress["step"]))
+        finally:
+            self._window = {}
+            self._update_sum, self._updates = None, 0
+
+    def write(self, kind: str, progress: Mapping[str, float], **values: float) -> None:
         """Hand a row to the sinks without ending the window."""
-        for sink in self._sinks:
-            sink.write(row)
+        for name in values:
+            declaration(name)
+        row = {"kind": kind, "time": self._wall_clock(), **progress, **values}
+        self._each(lambda sink: sink.write(row))
 
     def announce(self, text: str) -> None:
         """Tell the sinks that something begins, or what a person should know."""
-        for sink in self._sinks:
-            sink.announce(text)
+        self._each(lambda sink: sink.announce(text))
 
-    def advance(self, step: int) -> None:
+    def add_video(self, step: int, path: Path) -> None:
+        """Tell the sinks of a finished video."""
+        self._each(lambda sink: sink.add_video(step, path))
+
+    def advance(self, step: int, eta_s: float | None) -> None:
         """Tell the sinks how far the run is."""
-        for sink in self._sinks:
-            sink.advance(step)
+        self._each(lambda sink: sink.advance(step, eta_s))
 
     def close(self) -> None:
         """Close the sinks."""
-        for sink in self._sinks:
-            sink.close()
+        self._each(lambda sink: sink.close())
+
+    def _update_means(self) -> dict[str, float]:
+        if self._update_sum is None:
+            return {}
+        sums = self._update_sum.cpu().to_dict()
+        return {f"train/{name}": total.item() / self._updates for name, total in sums.items()}
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for number, sink in enumerate(self._sinks):
+            try:
+                call(sink)
+            except Exception as error:
+                if number not in self._failing:
+                    self._failing.add(number)
+                    name = type(sink).__name__
+                    self.announce(
+                        f"warning: {name} failed ({type(error).__name__}: {error}); training goes on without it"
+                    )

@@ -6,7 +6,6 @@ A run keeps them as::
 """
 
 import os
-import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,8 +34,9 @@ def save_weights(run: Path, step: int, weights: Mapping[str, Any]) -> Path:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
-    for other in _checkpoints(run)[:-1]:
-        shutil.rmtree(other)
+    for other in (run / "checkpoints").iterdir():
+        if other != folder:
+            shutil.rmtree(other)
     return path
 
 
@@ -52,20 +52,24 @@ def load_weights(source: str) -> dict[str, Any]:
     path = find_weights(source)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # what a file that is no checkpoint makes of the unpickler is anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"checkpoint={source}: {path} cannot be read as a checkpoint ({reason})") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"checkpoint={source}: {path} holds no checkpoint")
+    if _is_ours(content):
+        return content
     state = content.get("model", content)
-    if is_published(state):
-        try:
-            return from_published(state)
-        except ValueError as error:
-            raise CheckpointError(f"checkpoint={source}: {error}") from None
-    if content.get("format") != FORMAT:
+    if not (isinstance(state, dict) and is_published(state)):
         raise CheckpointError(f"checkpoint={source}: {path} is neither of format {FORMAT} nor a published checkpoint")
-    return content
+    try:
+        return from_published(state)
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint={source}: {error}") from None
+
+
+def _is_ours(content: dict[Any, Any]) -> bool:
+    return content.get("format") == FORMAT and {"network", "model", "scale", "lifetime"} <= content.keys()
 
 
 def find_weights(source: str) -> Path:
@@ -80,14 +84,19 @@ def find_weights(source: str) -> Path:
     if (path / WEIGHTS).is_file():
         return path / WEIGHTS
     checkpoints = _checkpoints(path)
-    if checkpoints and (checkpoints[-1] / WEIGHTS).is_file():
+    if checkpoints:
         return checkpoints[-1] / WEIGHTS
     problem = "holds no checkpoint" if path.is_dir() else "does not exist"
     raise CheckpointError(f"checkpoint={source}: {problem}; name a file, a checkpoint folder or a run directory")
 
 
 def check_sizes(source: str, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse weights of other sizes than the agent's.
+    """Refuse weights of other sizes than wanted.
+
+    Args:
+        source: as given by the user.
+        saved: settings of the saved networks.
+        wanted: the sizes that they must have, by the same names.
 
     Raises:
         CheckpointError: naming every size that differs, as saved and as wanted.
@@ -98,5 +107,6 @@ def check_sizes(source: str, saved: Mapping[str, Any], wanted: Mapping[str, Any]
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    folders = [path for path in run.glob("checkpoints/*") if path.name.isdigit()]
+    """Return the checkpoints of a run that are whole, the newest last."""
+    folders = [path.parent for path in run.glob(f"checkpoints/*/{WEIGHTS}") if path.parent.name.isdigit()]
     return sorted(folders, key=lambda path: int(path.name))

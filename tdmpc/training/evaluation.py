@@ -1,6 +1,8 @@
 """Evaluation in its own environments, with its own random streams."""
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +13,8 @@ from tdmpc.seeding import Seeds, Stream
 if TYPE_CHECKING:
     from envs import VectorEnv
     from tdmpc.agent.agent import TDMPC2
+    from tdmpc.agent.planner import PlannerState
+    from tdmpc.telemetry.timers import Timers
 
 
 @dataclass(frozen=True)
@@ -20,12 +24,30 @@ class Evaluation:
     Attributes:
         returns: sum of rewards, `[episodes]`.
         lengths: steps, `[episodes]`.
-        failures: episodes cut short by a physics error or a value that is not finite.
+        failed: which ones a physics error or a value that is not finite cut short, `[episodes]` bool.
+        duration_s: seconds that it took.
     """
 
     returns: np.ndarray
     lengths: np.ndarray
-    failures: int
+    failed: np.ndarray
+    duration_s: float
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is logged of it."""
+        return {
+            "eval/episode_reward": float(self.returns.mean()),
+            "eval/episode_reward_std": float(self.returns.std()),
+            "eval/episode_reward_min": float(self.returns.min()),
+            "eval/episode_length": float(self.lengths.mean()),
+            "eval/episodes": len(self.returns),
+            "eval/failed_episodes": int(self.failed.sum()),
+            "eval/duration_s": self.duration_s,
+        }
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class Evaluator:
@@ -38,41 +60,73 @@ class Evaluator:
         agent: whom to evaluate.
         envs: environments of its own; any number, the episodes are run in groups of so many.
         seeds: of the run; episode and planner seeds depend on the round and the episode.
+        timers: sections `act`, `env` and `video`.
     """
 
-    def __init__(self, agent: "TDMPC2", envs: "VectorEnv", seeds: Seeds) -> None:
-        self.agent, self.envs, self.seeds = agent, envs, seeds
+    def __init__(self, agent: "TDMPC2", envs: "VectorEnv", seeds: Seeds, timers: "Timers") -> None:
+        self.agent, self.envs, self.seeds, self.timers = agent, envs, seeds, timers
 
-    def evaluate(self, episodes: int, round: int) -> Evaluation:
-        """Run exactly `episodes` episodes; the same round of the same weights gives the same numbers."""
-        returns, lengths = np.zeros(episodes), np.zeros(episodes, dtype=np.int64)
-        failures = 0
+    def evaluate(
+        self,
+        episodes: int,
+        round: int,
+        take_picture: Callable[[], None] = _nothing,
+        watch: Callable[[], None] = _nothing,
+    ) -> Evaluation:
+        """Run exactly `episodes` episodes; the same round of the same weights gives the same numbers.
+
+        Args:
+            episodes: how many.
+            round: number of the evaluation, from which all its seeds derive.
+            take_picture: called at every step of the first episode, which is in environment 0.
+            watch: called at every step, for what must not wait for the end.
+        """
+        began = time.monotonic()
+        outcome = Evaluation(np.zeros(episodes), np.zeros(episodes, np.int64), np.zeros(episodes, bool), 0.0)
         for begin in range(0, episodes, self.envs.num_envs):
             group = np.arange(begin, min(begin + self.envs.num_envs, episodes))
-            failures += self._run_group(group, round, returns, lengths)
-        return Evaluation(returns, lengths, failures)
+            self._run_group(group, round, outcome, take_picture if begin == 0 else _nothing, watch)
+        return replace(outcome, duration_s=time.monotonic() - began)
 
-    def _run_group(self, group: np.ndarray, round: int, returns: np.ndarray, lengths: np.ndarray) -> int:
-        """Run the episodes of these numbers side by side, adding to `returns` and `lengths`; count the failures."""
+    def _run_group(
+        self,
+        group: np.ndarray,
+        round: int,
+        outcome: Evaluation,
+        take_picture: Callable[[], None],
+        watch: Callable[[], None],
+    ) -> None:
+        """Run the episodes of these numbers side by side, adding to the entries of `outcome`."""
         running = np.arange(self.envs.num_envs) < len(group)
-        seeds = [self.seeds.integer(Stream.EVAL_EPISODE, round, group[0] + i) for i in range(len(running))]
-        obs = self.envs.reset(running, seeds)
+        seeds = [self.seeds.integer(Stream.EVAL_EPISODE, round, group[0] + env) for env in range(len(running))]
+        obs, first = self.envs.reset(running, seeds), True
         state = self.agent.initial_state(len(group), self.seeds.integer(Stream.EVAL_PLANNER, round, group[0]))
-        first, failures = True, 0
         actions = np.zeros((len(running), self.envs.action_size), np.float32)
+        self._picture(take_picture)
         while running.any():
-            seen = torch.from_numpy(obs[running]).to(self.agent.device)
-            action, state = self.agent.act(
-                seen, state, torch.full((len(seen),), first, device=seen.device), explore=False
-            )
-            actions[running] = action.cpu().numpy()
-            step = self.envs.step(actions, running)
+            watch()
+            with self.timers("act"):
+                actions[running], state = self._act(obs[running], state, first)
+            with self.timers("env"):
+                step = self.envs.step(actions, running)
+            if running[0]:
+                self._picture(take_picture)
             episodes = group[running[: len(group)]]
-            returns[episodes] += step.reward[running]
-            lengths[episodes] += 1
-            failures += int(step.failed[running].sum())
+            outcome.returns[episodes] += step.reward[running]
+            outcome.lengths[episodes] += 1
+            outcome.failed[episodes] = step.failed[running]
             still = ~(step.terminated | step.truncated)[running]
-            state = state.select(torch.from_numpy(np.flatnonzero(still)).to(seen.device))
+            state = state.select(torch.from_numpy(np.flatnonzero(still)).to(self.agent.device))
             running[running] = still
             obs, first = step.obs, False
-        return failures
+
+    def _picture(self, take_picture: Callable[[], None]) -> None:
+        with self.timers("video"):
+            take_picture()
+
+    def _act(self, obs: np.ndarray, state: "PlannerState", first: bool) -> tuple[np.ndarray, "PlannerState"]:
+        """Choose actions; all episodes of a group begin together."""
+        device = self.agent.device
+        begins = torch.full((len(obs),), first, device=device)
+        action, state = self.agent.act(torch.from_numpy(obs).to(device), state, begins, explore=False)
+        return action.cpu().numpy(), state

@@ -8,7 +8,12 @@ A run writes::
         git.diff          what differed from the commit, where anything did
         metrics.jsonl     one row a window and an evaluation
         eval.csv          step,episode_reward
+        summary.json      counts, times, last evaluation; written when the run ends
+        trace.json        with profile.trace=true
         checkpoints/      see checkpoint.py
+        tensorboard/      event files
+        videos/           with save_video=true, one of every evaluation
+        wandb/, wandb_id  with enable_wandb=true
 """
 
 import json
@@ -22,45 +27,60 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 _REPOSITORY = Path(__file__).parents[2]
-_FILES = ("config.yaml", "provenance.json", "git.diff", "metrics.jsonl", "eval.csv")
+_WRITTEN = (
+    *("config.yaml", "provenance.json", "git.diff", "metrics.jsonl", "eval.csv", "summary.json", "trace.json"),
+    # What a kill in the middle of a replacement leaves.
+    *("metrics.jsonl.tmp", "eval.csv.tmp", "summary.part"),
+    *("checkpoints", "tensorboard", "videos", "wandb", "wandb_id"),
+)
 
 
 class RunDirectoryError(ValueError):
     """A run directory that cannot be used; the message is one line for whoever started the run."""
 
 
+def refuse_used(run: Path, *, overwrite: bool) -> None:
+    """Refuse a directory that holds a run, unless that run is to be replaced.
+
+    Raises:
+        RunDirectoryError: it does, and `overwrite` is false.
+    """
+    if _written(run) and not overwrite:
+        raise RunDirectoryError(f"{run}: holds a run; choose another exp_name or seed, or overwrite=true to replace it")
+
+
 @contextmanager
-def claim(run: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Hold the directory `run` for this process, empty of an earlier run.
+def claim(run: Path, *, overwrite: bool) -> Iterator[None]:
+    """Hold the directory `run` for this process, without an earlier run.
+
+    Everything else that can be refused should have been by then: what is overwritten is gone.
 
     Args:
         run: the directory; made where it does not exist.
         overwrite: whether an earlier run's files in it are deleted. Other files always stay.
 
     Raises:
-        RunDirectoryError: another process holds it, or it has a run and `overwrite` is false.
+        RunDirectoryError: another process holds it, it cannot be written to, or see `refuse_used`.
     """
+    with _locked(run):
+        refuse_used(run, overwrite=overwrite)
+        forget(run)
+        yield
+
+
+def _locked(run: Path) -> AcquireReturnProxy:
     try:
         run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunDirectoryError(f"{run}: cannot be made ({error.strerror})") from None
-    lock = FileLock(run / ".lock")
-    try:
-        lock.acquire(timeout=0)
+        return FileLock(run / ".lock").acquire(timeout=0)
     except Timeout:
         raise RunDirectoryError(
             f"{run}: another process is writing this run; choose another exp_name or seed"
         ) from None
-    with lock:
-        if _written(run) and not overwrite:
-            raise RunDirectoryError(
-                f"{run}: holds a run; choose another exp_name or seed, or overwrite=true to replace it"
-            )
-        forget(run)
-        yield run
+    except OSError as error:
+        raise RunDirectoryError(f"{run}: cannot be written to ({error.strerror})") from None
 
 
 def forget(run: Path) -> None:
@@ -70,12 +90,12 @@ def forget(run: Path) -> None:
 
 
 def _written(run: Path) -> list[Path]:
-    return [path for path in (*(run / name for name in _FILES), run / "checkpoints") if path.exists()]
+    return [path for path in (run / name for name in _WRITTEN) if path.exists()]
 
 
 def describe(run: Path, config: str) -> None:
     """Write down what the run is made from: its configuration (YAML), the code and the machine."""
-    (run / "config.yaml").write_text(config)
+    (run / "config.yaml").write_text(config, encoding="utf-8")
     provenance = {
         "command": sys.argv,
         "commit": _git("rev-parse", "HEAD").strip() or None,
@@ -88,13 +108,14 @@ def describe(run: Path, config: str) -> None:
     (run / "provenance.json").write_text(json.dumps(provenance, indent=2))
     diff = _git("diff", "HEAD")
     if diff:
-        (run / "git.diff").write_text(diff)
+        (run / "git.diff").write_text(diff, encoding="utf-8")
 
 
 def _git(*arguments: str) -> str:
     """Return what git says about the code, nothing where there is no git or no repository."""
     try:
         command = ["git", "-C", str(_REPOSITORY), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        # What differs may be a file in any encoding.
+        return subprocess.run(command, capture_output=True, check=True).stdout.decode(errors="replace")
     except (OSError, subprocess.CalledProcessError):
         return ""

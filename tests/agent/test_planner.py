@@ -78,7 +78,7 @@ def test_imagination_is_the_world_model_with_less_arithmetic(episodic):
     z0 = model.encode(obs)
     imagination = Imagination(model, discount)
     noise, heads = torch.randn(2, 40, 2), torch.tensor([2, 0])
-    value = imagination.value(imagination.roll(imagination.share(z0), actions), 3, heads, noise)
+    value = imagination.value(imagination.roll_actions(imagination.share(z0), actions), 3, heads, noise)
 
     z, expected, alive = z0.unsqueeze(1).expand(2, 40, -1), 0, torch.ones(2, 40, 1)
     for t in range(3):
@@ -98,7 +98,7 @@ def test_policy_trajectories_are_valued_as_any_other():
     imagination, z0 = Imagination(agent.model, agent.discount), agent.model.encode(torch.randn(2, 3))
     shared = imagination.share(z0)
     actions, end = imagination.roll_policy(z0, shared, torch.randn(3, 2, 5, 2))
-    again = imagination.roll(shared, actions)
+    again = imagination.roll_actions(shared, actions)
     torch.testing.assert_close(end.z, again.z)
     torch.testing.assert_close(end.value, again.value)
 
@@ -116,7 +116,7 @@ def test_planning_finds_the_action_that_the_model_rewards():
     agent = make_agent(planner={"iterations": 6, "num_samples": 128, "num_elites": 16, "num_pi_trajs": 0})
 
     class Known(Imagination):
-        def roll(self, shared, actions):
+        def roll_actions(self, shared, actions):
             value = (actions[..., 0] - 2 * actions[..., 1]).sum(-1, keepdim=True)
             return Rollout(torch.zeros(*value.shape[:2], 16), value, torch.ones_like(value))
 

@@ -29,7 +29,7 @@ class ListSink:
     """Keep everything it is given."""
 
     def __init__(self):
-        self.rows, self.texts, self.steps = [], [], []
+        self.rows, self.texts, self.steps, self.videos = [], [], [], []
 
     def write(self, row):
         self.rows.append(dict(row))
@@ -37,8 +37,11 @@ class ListSink:
     def announce(self, text):
         self.texts.append(text)
 
-    def advance(self, step):
+    def advance(self, step, eta_s):
         self.steps.append(step)
+
+    def add_video(self, step, path):
+        self.videos.append((step, path))
 
     def close(self):
         pass

@@ -4,6 +4,7 @@ import torch
 
 from envs import make_vector
 from tdmpc.seeding import Seeds
+from tdmpc.telemetry.timers import Timers
 from tdmpc.training.evaluation import Evaluator
 from tests.agent.builders import make_agent
 from tests.training.builders import logged_truth
@@ -15,7 +16,7 @@ def agent():
 
 
 def evaluator(agent, num_envs, seed=1, **env):
-    return Evaluator(agent, make_vector("gym:tests.toys:Toy-v0", num_envs, "sync", env), Seeds(seed))
+    return Evaluator(agent, make_vector("gym:tests.toys:Toy-v0", num_envs, "sync", env), Seeds(seed), Timers())
 
 
 @pytest.mark.parametrize(("episodes", "num_envs"), [(7, 3), (5, 5), (1, 1), (4, 2)])
@@ -59,5 +60,28 @@ def test_evaluating_leaves_the_agent_as_it_is(agent):
 
 def test_a_failed_episode_counts_with_what_it_had(agent):
     outcome = evaluator(agent, 2, trouble="nan_obs", trouble_at=2, min_length=5).evaluate(2, round=0)
-    assert outcome.failures == 2
+    assert outcome.failed.tolist() == [True, True]
     assert list(outcome.lengths) == [2, 2]
+
+
+def test_evaluating_does_not_explore_and_begins_every_episode_once(agent):
+    calls, act = [], agent.act
+
+    def spy(obs, state, first, explore):
+        calls.append((obs[:, 2].tolist(), first.tolist(), explore))
+        return act(obs, state, first, explore)
+
+    agent.act = spy
+    evaluator(agent, 3).evaluate(5, round=0)
+    assert not any(explore for _, _, explore in calls)
+    for times, first, _ in calls:
+        assert first == [t == 0 for t in times]
+    assert sum(len(times) for times, _, _ in calls if times[0] == 0) == 5
+
+
+def test_pictures_are_those_of_the_first_episode(agent):
+    pictures, watched = [], []
+    runs = evaluator(agent, 2)
+    outcome = runs.evaluate(5, 0, lambda: pictures.append(1), lambda: watched.append(1))
+    assert len(pictures) == outcome.lengths[0] + 1
+    assert len(watched) == sum(outcome.lengths[begin : begin + 2].max() for begin in (0, 2, 4))

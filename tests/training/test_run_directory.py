@@ -23,7 +23,7 @@ def test_overwriting_deletes_what_a_run_writes_and_nothing_else(tmp_path):
 def test_two_runs_never_share_a_directory(tmp_path):
     with (
         claim(tmp_path, overwrite=False),
-        pytest.raises(RunDirectoryError, match="another process"),
+        pytest.raises(RunDirectoryError, match="another process writes"),
         claim(tmp_path, overwrite=True),
     ):
         pass
@@ -31,9 +31,9 @@ def test_two_runs_never_share_a_directory(tmp_path):
         pass
 
 
-def test_a_directory_that_cannot_be_made_is_refused_in_one_line(tmp_path):
+def test_a_directory_that_cannot_be_written_to_is_refused_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match="cannot be made"), claim(tmp_path / "file/run", overwrite=False):
+    with pytest.raises(RunDirectoryError, match="cannot be written to"), claim(tmp_path / "file/run", overwrite=False):
         pass
 
 

@@ -1,12 +1,15 @@
 import math
+import time
 
 import numpy as np
 import pytest
 import torch
 
+from envs import EnvironmentCrash
 from tdmpc.replay import EmptyReplayError
 from tdmpc.seeding import Seeds, Stream
-from tdmpc.training.trainer import UnexpectedTerminationError
+from tdmpc.telemetry.recorder import NonFiniteError
+from tdmpc.training.collector import UnexpectedTerminationError
 from tests.training.builders import logged_truth, toy_trainer
 
 
@@ -79,8 +82,7 @@ def test_stored_actions_are_those_that_the_environments_got(tmp_path):
 
 def test_logged_returns_and_lengths_are_the_truth(tmp_path):
     with toy_trainer(tmp_path, num_envs=3, steps=400, log_freq=1) as (trainer, sink):
-        trainer.train()
-        progress = trainer.progress
+        progress = trainer.train()
     finished = [
         steps
         for steps in episodes_of(logged_truth(tmp_path), training_ids(1, 3)).values()
@@ -173,22 +175,91 @@ def test_episodes_shorter_than_a_slice_stop_the_run_with_the_key(tmp_path):
 
 
 def test_every_environment_of_every_seed_starts_differently(tmp_path):
-    starts = set()
+    starts = []
     for seed in range(4):
-        run = tmp_path / str(seed)
-        keys = {"num_envs": 4, "steps": 8, "seed": seed, "eval_episodes": 4}
-        with toy_trainer(run, "gym:Pendulum-v1", **keys) as (trainer, _):
-            train_seeds, eval_seeds = (
-                [trainer.seeds.integer(stream, *path, 0) for path in paths]
-                for stream, paths in (
-                    (Stream.TRAIN_EPISODE, [(env,) for env in range(4)]),
-                    (Stream.EVAL_EPISODE, [(episode,) for episode in range(4)]),
-                )
-            )
-            training = trainer.envs.reset(np.ones(4, bool), train_seeds)
-            evaluation = trainer.evaluator.envs.reset(np.ones(4, bool), eval_seeds)
-        starts |= {tuple(obs) for obs in (*training, *evaluation)}
-    assert len(starts) == 4 * (4 + 4)
+        keys = {"num_envs": 4, "steps": 8, "seed": seed, "eval_episodes": 4, "seed_steps": 1000}
+        with toy_trainer(tmp_path / str(seed), "gym:Pendulum-v1", **keys) as (trainer, _):
+            for envs in (trainer.collector.envs, trainer.evaluator.envs):
+                reset = envs.reset
+                envs.reset = lambda mask, seeds, reset=reset: starts.append(reset(mask, seeds)) or starts[-1]
+            trainer.train()
+    # One reset of the training environments, and those of the evaluations at the start and at the end.
+    assert [len(obs) for obs in starts] == [4, 4, 4] * 4
+    assert len({tuple(obs) for group in starts for obs in group}) == 4 * (4 + 4 + 4)
+
+
+def test_the_agent_is_told_where_episodes_begin(tmp_path):
+    calls = []
+    with toy_trainer(tmp_path, num_envs=3, steps=300) as (trainer, _):
+        act = trainer.agent.act
+
+        def spy(obs, state, first, explore):
+            calls.append((obs.clone(), first.clone(), explore))
+            return act(obs, state, first, explore)
+
+        trainer.agent.act = spy
+        trainer.train()
+    training = [call for call in calls if call[2]]
+    assert len(training) > 50
+    for obs, first, _ in training:
+        assert torch.equal(first, obs[:, 2] == 0)
+    assert any(first.any() and not first.all() for _, first, _ in training)
+
+
+def test_an_update_sees_all_but_the_step_under_way(tmp_path):
+    """Also in this process, so that all modes of stepping learn from the same data."""
+    seen = []
+    with toy_trainer(tmp_path, num_envs=3, steps_per_update=3, steps=90) as (trainer, _):
+        trainer.should_evaluate = lambda step: False
+        update, progress = trainer.agent.update, trainer.progress
+
+        def spy(batch):
+            begun = int(trainer.collector._episodes_begun.sum())
+            seen.append((progress.total.steps, len(trainer.replay) - begun, trainer.collector.envs._stepping))
+            return update(batch)
+
+        trainer.agent.update = spy
+        trainer.train()
+    pretraining, training = seen[:13], seen[13:]
+    assert all((steps, stored, stepping) == (42, 42, False) for steps, stored, stepping in pretraining)
+    assert [steps for steps, _, _ in training] == list(range(42, 90, 3))
+    assert all(stored == steps and stepping for steps, stored, stepping in training)
+
+
+def test_a_dead_environment_is_noticed_between_updates(tmp_path):
+    with toy_trainer(tmp_path, num_envs=2, steps=100, vector="async") as (trainer, _):
+        update = trainer.agent.update
+
+        def kill(batch):
+            trainer.agent.update = update
+            process = trainer.collector.envs._backend._processes[1]
+            process.kill()
+            process.join()
+            return update(batch)
+
+        trainer.agent.update = kill
+        with pytest.raises(EnvironmentCrash, match="environment 1: its process was killed by SIGKILL"):
+            trainer.train()
+        assert trainer.progress.total.updates == 1
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(tmp_path):
+    saved = []
+    with toy_trainer(tmp_path, num_envs=2, steps=200, eval_freq=60, log_freq=1000) as (trainer, _):
+        trainer.save = saved.append
+        update = trainer.agent.update
+
+        def spoil(batch):
+            metrics = update(batch)
+            if trainer.progress.total.updates == 50:
+                metrics["reward_loss"] = torch.tensor(torch.nan)
+            return metrics
+
+        trainer.agent.update = spoil
+        with pytest.raises(NonFiniteError, match="train/reward_loss is nan"):
+            trainer.train()
+    assert trainer.step == 60
+    assert saved == []
 
 
 def test_the_loop_uses_the_seeds_of_these_streams(tmp_path):
@@ -208,3 +279,24 @@ def test_the_seeding_phase_acts_at_random_and_does_not_update(tmp_path):
     actions = np.array([e["action"] for e in logged_truth(tmp_path) if "action" in e and e["id"] in training_ids(1, 2)])
     assert actions.min() < -1.5
     assert actions.max() > 3.5
+
+
+def test_the_sections_of_a_run_close_its_time_budget(tmp_path):
+    with toy_trainer(tmp_path, num_envs=3, steps=300, log_freq=60) as (trainer, sink):
+        began = time.perf_counter()
+        trainer.train()
+        wall = time.perf_counter() - began
+        total = trainer.timers.total()
+    assert sum(s.self_s for s in total.sections.values()) + total.other_s == pytest.approx(total.wall_s, rel=1e-9)
+    assert total.wall_s >= wall
+    for row in sink.of("train"):
+        shares = {name: value for name, value in row.items() if name.count("/") == 2 and name.endswith("/share")}
+        assert sum(shares.values()) == pytest.approx(1, abs=0.01)
+    assert {"act", "act/plan", "env/step", "env/wait", "replay/add", "replay/sample", "update/model", "update/policy",
+            "update/target", "pretrain", "evaluate", "save", "log"} <= set(total.sections)  # fmt: skip
+    elapsed = [row["elapsed_s"] for row in sink.rows]
+    assert elapsed == sorted(elapsed)
+    last = sink.of("train")[-1]
+    assert last["frames"] == last["step"] == 300
+    assert last["progress/eta_s"] == 0
+    assert last["progress/lifetime_updates"] == last["updates"] == trainer.progress.total.updates
