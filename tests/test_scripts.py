@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tdmpc.seeding import Seeds, Stream
+
 REPOSITORY = Path(__file__).parents[1]
 GOLDEN = REPOSITORY / "tests/golden"
 TINY = [
@@ -73,6 +75,8 @@ def test_train_then_evaluate_then_train_on_from_the_weights(tmp_path):
         (["model_size=2"], "model_size=2: must be one of 1, 5, 19, 48, 317"),
         (["checkpoint=nowhere.pt"], "checkpoint=nowhere.pt: there is no such file"),
         ([f"checkpoint={GOLDEN}/q2.pt"], "latent_dim 32 (here 16)"),
+        (["buffer_size=1e12"], "GB are free"),
+        (["env.max_episode_steps=0"], "max_episode_steps"),
         (["num_env=3"], "num_envs"),
     ],
 )
@@ -82,7 +86,50 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(tmp_path, arguments, me
     assert message in result.stderr
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.splitlines()) == 1
-    assert not list(tmp_path.rglob("config.yaml"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_command_leaves_nothing_behind_and_overwrites_nothing(tmp_path):
+    first = run(tmp_path, "train.py", *TINY, "steps=60")
+    assert first.returncode == 0, first.stderr
+    directory = tmp_path / "runs/gym-Pendulum-v1/default/seed-1"
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    for arguments in ([f"checkpoint={GOLDEN}/q2.pt"], ["buffer_size=1e12"], ["env.no_such_option=1"]):
+        refused = run(tmp_path, "train.py", *TINY, "steps=60", "overwrite=true", *arguments)
+        assert refused.returncode == 2
+        assert len(refused.stderr.splitlines()) == 1
+    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
+    itself = run(tmp_path, "train.py", *TINY, "steps=60", "overwrite=true", f"checkpoint={directory}")
+    assert itself.returncode == 0, itself.stderr
+
+
+@pytest.mark.parametrize("name", ["q2", "q2_episodic"])
+def test_published_files_are_trained_on_and_evaluated(tmp_path, name):
+    sizes = ["enc_dim=24", "mlp_dim=40", "latent_dim=32", "num_q=2", "num_bins=101"]
+    task = ["task=gym:Hopper-v5", f"checkpoint={GOLDEN}/{name}.pt"]
+    episodic = f"episodic={str(name == 'q2_episodic').lower()}"
+    options = ["env.terminate_when_unhealthy=false"] if name == "q2" else []
+    trained = run(
+        tmp_path, "train.py", *TINY, *sizes, *task, *options, episodic, "steps=90", "env.max_episode_steps=20"
+    )
+    assert trained.returncode == 0, trained.stderr
+    evaluated = run(tmp_path, "evaluate.py", *task, "eval_episodes=2", "env.max_episode_steps=5")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert evaluated.stdout.count("episode ") == 2
+
+
+def test_the_command_that_the_end_of_a_run_recommends_works(tmp_path):
+    trained = run(tmp_path, "train.py", *TINY, "steps=60", "env.max_episode_steps=20", "horizon=4")
+    (line,) = [line for line in trained.stdout.splitlines() if line.startswith("evaluate: ")]
+    script, *arguments = line.removeprefix("evaluate: python scripts/").split()
+    assert {"horizon=4", "env.max_episode_steps=20", "num_samples=16", "task=gym:Pendulum-v1"} <= set(arguments)
+    evaluated = run(tmp_path, script, *arguments, "eval_episodes=1")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert "steps 20" in evaluated.stdout
+    (line,) = [line for line in trained.stdout.splitlines() if line.startswith("pictures: ")]
+    script, *arguments = line.removeprefix("pictures: python scripts/").split()
+    assert run(tmp_path, script, *arguments).returncode == 0
+    assert list(tmp_path.rglob("return_vs_steps.png"))
 
 
 def test_evaluate_refuses_weights_of_another_task(tmp_path):
@@ -92,34 +139,71 @@ def test_evaluate_refuses_weights_of_another_task(tmp_path):
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_termination_without_episodic_says_what_to_set(tmp_path):
-    result = run(tmp_path, "train.py", *TINY, "task=gym:Hopper-v5", "steps=1000", "seed_steps=1000")
+def test_a_termination_without_episodic_says_what_to_set_and_can_be_corrected(tmp_path):
+    arguments = [*TINY, "task=gym:Hopper-v5", "steps=250", "seed_steps=200", "eval_episodes=1"]
+    result = run(tmp_path, "train.py", *arguments)
     assert result.returncode == 2
     assert "episodic=false" in result.stderr
     assert "set episodic=true" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+    assert run(tmp_path, "train.py", *arguments, "episodic=true").returncode == 0
 
 
-def test_ctrl_c_saves_the_weights_and_leaves_no_process(tmp_path):
-    arguments = [*TINY, "steps=1e6", "eval_freq=1e6", "vector=async"]
-    process = subprocess.Popen(
-        command("train.py", *arguments), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+@pytest.mark.parametrize("trouble", ["raise", "exit"])
+def test_a_crash_of_an_environment_ends_the_run_with_its_number_and_traceback(tmp_path, trouble):
+    # The environments of evaluations, which are in the run's own process, have no trouble.
+    first = Seeds(1).integer(Stream.TRAIN_EPISODE, 0, 0) % 2**20
+    trouble_in_the_first = [f"env.trouble={trouble}", f"env.trouble_id={first}"]
+    toy = ["task=gym:tests.toys:Toy-v0", "episodic=true", "vector=async", *trouble_in_the_first]
+    process = start(tmp_path, *TINY, *toy, "steps=500", "seed_steps=100", PYTHONPATH=str(REPOSITORY))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "environment 0" in errors
+    assert ("KeyError: 'toy trouble'" if trouble == "raise" else "ended with exit code 3") in errors
+    assert _ended(process.pid)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_saves_the_weights_leaves_a_summary_and_no_process(tmp_path, number, code):
+    process = start(tmp_path, *TINY, "steps=1e6", "eval_freq=1e6", "vector=async")
     assert process.stdout is not None
     for line in process.stdout:
-        if " train " in line:
+        if " train " in line and "loss" in line:
             break
-    os.killpg(process.pid, signal.SIGINT)
+    process.send_signal(number)
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "interrupted after" in output
+    assert process.returncode == code
     assert errors == ""
+    assert "weights saved to" in output
+    assert "bottleneck: " in output
     assert list(tmp_path.rglob("weights.pt"))
+    (summary,) = tmp_path.rglob("summary.json")
+    content = json.loads(summary.read_text())
+    assert content["ending"] == "interrupted"
+    assert content["counts"]["updates"] > 0
+    assert content["sections"]["update"]["count"] > 0
+    assert _ended(process.pid)
+
+
+def start(cwd, *arguments, **environment):
+    """Start a run in a process group of its own."""
+    return subprocess.Popen(
+        command("train.py", *arguments),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+    )
+
+
+def _ended(group):
+    """Tell whether all processes of a group end within 10 s."""
     deadline = time.monotonic() + 10
-    while _alive(process.pid) and time.monotonic() < deadline:
+    while _alive(group) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _alive(process.pid)
+    return not _alive(group)
 
 
 def _alive(group):
