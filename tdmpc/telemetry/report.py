@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tdmpc.telemetry.timers import OTHER, SectionStats, Window
+from tdmpc.telemetry.window import OTHER, SectionStats, Window
 
 
 def table(total: Window) -> str:

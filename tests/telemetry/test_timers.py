@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tdmpc.telemetry import timers as module
-from tdmpc.telemetry.timers import SectionError, SectionStats, Timers
+from tdmpc.telemetry.timers import SectionError, Timers
+from tdmpc.telemetry.window import SectionStats
 
 
 class Clock:
