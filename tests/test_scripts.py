@@ -1,6 +1,7 @@
 """The scripts as a user runs them."""
 
 import csv
+import importlib.util
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tdmpc.seeding import Seeds, Stream
 
@@ -183,6 +185,31 @@ def test_an_interrupt_saves_the_weights_leaves_a_summary_and_no_process(tmp_path
     assert content["counts"]["updates"] > 0
     assert content["sections"]["update"]["count"] > 0
     assert _ended(process.pid)
+
+
+def test_an_evaluation_is_filmed_and_does_not_change_training(tmp_path):
+    walker = [*TINY, "task=walker-walk", "steps=60", "eval_episodes=1", "eval_freq=1e6"]
+    filmed = run(tmp_path, "train.py", *walker, "save_video=true", "exp_name=filmed")
+    assert filmed.returncode == 0, filmed.stderr
+    videos = sorted(path.name for path in tmp_path.rglob("*.mp4"))
+    if "no videos will be made" in filmed.stdout:
+        pytest.skip("nothing here can draw")
+    assert videos == ["0.mp4", "60.mp4"]
+    plain = run(tmp_path, "train.py", *walker, "exp_name=plain")
+    assert plain.returncode == 0, plain.stderr
+    first, second = (torch.load(path, weights_only=True)["model"] for path in sorted(tmp_path.rglob("weights.pt")))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_a_task_that_cannot_be_drawn_is_trained_without_videos(tmp_path):
+    """Pendulum is drawn by pygame, which is not among the dependencies."""
+    if importlib.util.find_spec("pygame"):
+        pytest.skip("pygame is installed")
+    result = run(tmp_path, "train.py", *TINY, "steps=60", "save_video=true")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("warning: save_video=true: no videos will be made") == 1
+    assert "pygame" in result.stdout
+    assert not list(tmp_path.rglob("*.mp4"))
 
 
 def start(cwd, *arguments, **environment):

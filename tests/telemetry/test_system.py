@@ -1,0 +1,17 @@
+import numpy as np
+import psutil
+import torch
+
+from tdmpc.telemetry.metrics import declaration
+from tdmpc.telemetry.system import SystemMetrics
+
+
+def test_memory_and_cpu_use_of_this_process_are_measured():
+    metrics = SystemMetrics(torch.device("cpu"), replay_bytes=lambda: 7)
+    before = metrics()
+    ballast = np.ones(64 * 2**20, np.uint8)
+    after = metrics()
+    assert after["system/rss_bytes"] - before["system/rss_bytes"] > 0.9 * len(ballast)
+    assert after["system/replay_bytes"] == 7
+    assert 0 < after["system/cpu_percent"] <= 100 * psutil.cpu_count()
+    assert all(declaration(name).unit for name in after)
