@@ -16,16 +16,19 @@ from tdmpc.agent.settings import LearnerSettings, NetworkSettings, PlannerSettin
 from tdmpc.config import EvaluateConfig, TrainConfig
 from tdmpc.keys import ConfigError
 from tdmpc.replay import ReplayBuffer, bytes_needed
+from tdmpc.replay_segments import ReplaySegments
 from tdmpc.seeding import Seeds, Stream
 from tdmpc.telemetry.recorder import Recorder
 from tdmpc.telemetry.system import SystemMetrics
 from tdmpc.telemetry.timers import Timers
 from tdmpc.telemetry.trace import Trace, no_trace
 from tdmpc.telemetry.video import Filming, NoVideos, Videos
-from tdmpc.training.checkpoint import check_sizes, load_weights, save_weights
+from tdmpc.training.checkpoint import Checkpoints
 from tdmpc.training.collector import Collector
 from tdmpc.training.evaluation import Evaluator
+from tdmpc.training.saver import NoSaver, Saver
 from tdmpc.training.trainer import Trainer, TrainerSettings
+from tdmpc.training.weights import check_sizes, load_weights
 
 NOT_SIZES = ("log_std_min", "log_std_max", "vmin", "vmax")
 MAX_EVAL_ENVS = 10  # evaluation environments that are stepped together; more episodes run in groups
@@ -45,7 +48,13 @@ def set_up_torch(config: TrainConfig | EvaluateConfig) -> torch.device:
     return torch.device("cuda" if cuda else "cpu")
 
 
-def build_trainer(config: TrainConfig, run: Path, recorder: Recorder, stack: ExitStack) -> Trainer:
+def build_trainer(
+    config: TrainConfig,
+    run: Path,
+    recorder: Recorder,
+    stack: ExitStack,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Trainer:
     """Build everything that a run needs.
 
     Args:
@@ -53,6 +62,7 @@ def build_trainer(config: TrainConfig, run: Path, recorder: Recorder, stack: Exi
         run: its directory.
         recorder: where its metrics go.
         stack: closes what was opened.
+        should_stop: asked after every iteration.
 
     Raises:
         ConfigError, TaskError, CheckpointError: a key does not fit what it names.
@@ -80,17 +90,23 @@ def build_trainer(config: TrainConfig, run: Path, recorder: Recorder, stack: Exi
         timers=timers,
         settings=pick(TrainerSettings, config, seed_steps=_seed_steps(config, envs)),
         videos=videos,
-        save=_saver(config, run, agent),
+        saver=_saver(config, run, replay, recorder),
+        should_stop=should_stop,
         system=SystemMetrics(device, lambda: replay.nbytes),
         trace=_trace(config, run, recorder, stack),
     )
 
 
-def _saver(config: TrainConfig, run: Path, agent: TDMPC2) -> Callable[[int], str]:
-    """Return what saves the weights at a step and says what it did."""
+def _saver(config: TrainConfig, run: Path, replay: ReplayBuffer, recorder: Recorder) -> Saver | NoSaver:
     if not config.save_agent:
-        return lambda step: "weights not saved (save_agent=false)"
-    return lambda step: f"weights saved to {save_weights(run, step, agent.weights())}"
+        return NoSaver()
+    return Saver(
+        Checkpoints(run, config.save_keep),
+        ReplaySegments(run / "replay", replay),
+        config.save_freq,
+        config.save_minutes,
+        recorder.announce,
+    )
 
 
 def _trace(config: TrainConfig, run: Path, recorder: Recorder, stack: ExitStack) -> Callable[[int], None]:

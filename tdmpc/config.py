@@ -20,6 +20,13 @@ MODEL_SIZES: dict[int, dict[str, int]] = {
 }
 """Sizes of the networks for each `model_size`, which is about the number of parameters in millions."""
 
+FIXED = (
+    *("task", "obs", "env", "num_envs", "episodic", "seed", "seed_steps", "steps_per_update", "buffer_size", "horizon"),
+    *("model_size", "num_enc_layers", "enc_dim", "mlp_dim", "latent_dim", "num_q", "simnorm_dim", "num_bins"),
+    *("vmin", "vmax", "log_std_min", "log_std_max", "save_agent"),
+)
+"""Keys that a run keeps for good: its state was made with them."""
+
 UNSAFE_IN_A_NAME = re.compile(r"[^\w.+=-]+")
 
 
@@ -180,9 +187,16 @@ class Recording(Section):
 
     run_root: str = key("runs", "Directory in which runs are kept.")
     exp_name: str = key("default", "Name that sets runs of one task apart.")
-    overwrite: bool = key(False, "Whether to replace a run of the same name; false refuses.")
+    resume: str = key(
+        "auto",
+        "What to continue: auto (the run of the same name, if there is one), never, or another run directory.",
+    )
+    overwrite: bool = key(False, "Whether to delete the run of the same name, if there is one, and start anew.")
     log_freq: int = key(1000, "Steps between log lines.", ge=1)
-    save_agent: bool = key(True, "Whether to save the weights, after every evaluation and at the end.")
+    save_agent: bool = key(True, "Whether to save checkpoints, from which the run continues exactly.")
+    save_freq: int | None = key(None, "Steps between checkpoints; null saves by the clock alone.", ge=1)
+    save_minutes: float = key(10.0, "Minutes between checkpoints.", gt=0)
+    save_keep: int = key(2, "Number of newest checkpoints that are kept.", ge=1)
     save_video: bool = key(False, "Whether to record the first episode of every evaluation as a video.")
     enable_wandb: bool = key(False, "Whether to log to Weights & Biases.")
     wandb_project: str = key("tdmpc", "Project of Weights & Biases that the run belongs to.")

@@ -1,6 +1,8 @@
 """Experience replay: one ring of rows per environment, sampled in slices of consecutive rows."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,13 @@ class ReplayBuffer:
 
     Environments are numbered 0..E-1 and move independently. The batch drawn depends only on the rows, the
     write positions and the random generator, not on the way they came about.
+
+    The rows of an environment have positions: 0, 1, 2... in the order of writing, where `discard` hands those of
+    the dropped rows out again. A row lies in its ring at its position modulo the ring's size.
+
+    Attributes:
+        unsaved_from: [E] positions from which on rows may differ from those last saved. Whoever saves the rows
+            moves it forward (one saver a buffer), `discard` moves it back.
     """
 
     def __init__(
@@ -66,10 +75,11 @@ class ReplayBuffer:
             },
             batch_size=[num_rows],
         )
-        self._timestep = np.empty(num_rows, dtype=np.int32)  # position of a row within its episode
-        self._cursor = np.zeros(num_envs, dtype=np.int64)  # position in the ring that is written next
+        self._timestep = np.empty(num_rows, dtype=np.int32)  # number of a row within its episode
+        self._cursor = np.zeros(num_envs, dtype=np.int64)  # position that is written next
         self._filled = np.zeros(num_envs, dtype=np.int64)  # rows alive, which end just before the cursor
         self._running = np.zeros(num_envs, dtype=np.bool_)  # whether `add` may extend the newest episode
+        self.unsaved_from = np.zeros(num_envs, dtype=np.int64)
 
     def __len__(self) -> int:
         """Return the rows held, over all environments: L+1 for an episode of L steps."""
@@ -79,6 +89,11 @@ class ReplayBuffer:
     def nbytes(self) -> int:
         """Memory of a full buffer in bytes, all of it reserved from the start."""
         return self._rows.bytes() + self._timestep.nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Memory of one row in bytes."""
+        return self.nbytes // len(self._timestep)
 
     def begin(self, obs: NDArray[np.float32], mask: NDArray[np.bool_]) -> None:
         """Begin an episode in the masked environments.
@@ -137,9 +152,10 @@ class ReplayBuffer:
         self._require_running(envs)
         # An episode longer than the ring has overwritten its own beginning.
         dropped = np.minimum(self._timestep[self._newest(envs)] + 1, self._filled[envs])
-        self._cursor[envs] = (self._cursor[envs] - dropped) % self._ring_size
+        self._cursor[envs] -= dropped
         self._filled[envs] -= dropped
         self._running[envs] = False
+        self.unsaved_from = np.minimum(self.unsaved_from, self._cursor)
 
     def sample(self, batch_size: int) -> TensorDict:
         """Sample slices of one episode each, with replacement, every valid start equally likely.
@@ -167,6 +183,53 @@ class ReplayBuffer:
                 "terminated": terminated.view(horizon, batch_size, 1).float(),
             }
         )
+
+    def held(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the positions of the oldest row held and of the row written next, [E] each."""
+        return self._cursor - self._filled, self._cursor.copy()
+
+    def read(self, envs: NDArray[np.int64], positions: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """Copy N rows to the CPU, as columns [N, ...]: the transition's and `timestep`, the row's in its episode.
+
+        Args:
+            envs: [N] their environments.
+            positions: [N] their positions, which must be held.
+        """
+        rows = self._at(envs, positions)
+        index = self._to_device(rows)
+        columns = {name: column.index_select(0, index).cpu() for name, column in self._rows.to_dict().items()}
+        return columns | {"timestep": torch.from_numpy(self._timestep[rows])}
+
+    def write(self, envs: NDArray[np.int64], positions: NDArray[np.int64], columns: Mapping[str, torch.Tensor]) -> None:
+        """Put back what `read` returned; which rows are held is up to `load_state_dict`."""
+        rows = self._at(envs, positions)
+        index = self._to_device(rows)
+        for name, column in self._rows.to_dict().items():
+            column.index_copy_(0, index, columns[name].to(column.device))
+        self._timestep[rows] = columns["timestep"].numpy()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but the rows, ready for JSON."""
+        return {
+            "cursor": self._cursor.tolist(),
+            "filled": self._filled.tolist(),
+            "running": self._running.tolist(),
+            "rng": self._rng.bit_generator.state,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned, here or in a buffer of another capacity; `write` the rows held then.
+
+        Raises:
+            ValueError: the state is of another number of environments; nothing is changed then.
+        """
+        if len(state["cursor"]) != len(self._cursor):
+            raise ValueError(f"num_envs={len(self._cursor)}: the replay was saved with {len(state['cursor'])}")
+        self._cursor[:] = state["cursor"]
+        self._filled[:] = np.minimum(state["filled"], self._ring_size)  # the newest that fit
+        self._running[:] = state["running"]
+        self._rng.bit_generator.state = state["rng"]
+        self.unsaved_from[:] = 0
 
     def _draw_starts(self, batch_size: int) -> NDArray[np.int64]:
         # Candidates are uniform, so those that pass the test are uniform over the valid starts; and whether
@@ -205,24 +268,26 @@ class ReplayBuffer:
         envs = np.searchsorted(until, candidates, side="right")
         age_order = candidates - (until - per_env)[envs]
         oldest = (self._cursor - self._filled)[envs]
-        return envs * self._ring_size + (oldest + age_order) % self._ring_size
+        return self._at(envs, oldest + age_order)
 
     def _after(self, rows: NDArray[np.int64], offset: int | NDArray[np.int64]) -> NDArray[np.int64]:
         position = rows % self._ring_size
         return rows - position + (position + offset) % self._ring_size
 
     def _newest(self, envs: NDArray[np.int64]) -> NDArray[np.int64]:
-        return envs * self._ring_size + (self._cursor[envs] - 1) % self._ring_size
+        return self._at(envs, self._cursor[envs] - 1)
+
+    def _at(self, envs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return envs * self._ring_size + positions % self._ring_size
 
     def _append(self, envs: NDArray[np.int64], timestep: int | NDArray[np.int32], **columns: NDArray) -> None:
-        cursor = self._cursor[envs]
-        rows = envs * self._ring_size + cursor
+        rows = self._at(envs, self._cursor[envs])
         self._timestep[rows] = timestep
         index = self._to_device(rows)
         for name, values in columns.items():
             column = self._rows[name]
             column.index_copy_(0, index, self._to_device(values[envs], column.dtype))
-        self._cursor[envs] = (cursor + 1) % self._ring_size
+        self._cursor[envs] += 1
         self._filled[envs] = np.minimum(self._filled[envs] + 1, self._ring_size)
 
     def _to_device(self, array: NDArray, dtype: torch.dtype | None = None) -> torch.Tensor:

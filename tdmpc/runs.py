@@ -1,16 +1,15 @@
 """What the scripts do, from a checked configuration to a readable end."""
 
-import contextlib
-import signal
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import FrameType
+from typing import Any
+
+import yaml
 
 from envs import TaskError, check_task
 from tdmpc.compose import build_evaluator, build_trainer
-from tdmpc.config import EvaluateConfig, TrainConfig, run_directory
+from tdmpc.config import FIXED, EvaluateConfig, TrainConfig, run_directory
 from tdmpc.keys import ConfigError, shown, to_yaml
 from tdmpc.replay import EmptyReplayError
 from tdmpc.telemetry.console import Console, duration
@@ -18,10 +17,14 @@ from tdmpc.telemetry.files import EvalCsv, JsonLines
 from tdmpc.telemetry.recorder import NonFiniteError, Recorder
 from tdmpc.telemetry.report import report, write_summary
 from tdmpc.telemetry.trackers import Background, TensorBoard, TrackerError, WandB
-from tdmpc.training.checkpoint import CheckpointError
+from tdmpc.training.checkpoint import load_newest
 from tdmpc.training.collector import UnexpectedTerminationError
-from tdmpc.training.run_directory import RunDirectoryError, claim, describe, forget, refuse_used
-from tdmpc.training.trainer import Trainer
+from tdmpc.training.resume import Origin, changed_keys, find_origin
+from tdmpc.training.run_directory import RunDirectoryError, claim, copy_run, describe, forget
+from tdmpc.training.saver import Saver
+from tdmpc.training.stopping import StopRequest
+from tdmpc.training.trainer import Stopped, Trainer
+from tdmpc.training.weights import CheckpointError
 
 USER_ERRORS = (
     CheckpointError,
@@ -35,83 +38,123 @@ USER_ERRORS = (
 )
 
 
-class Terminated(SystemExit):
-    """SIGTERM has arrived; the exit code is the one that a shell reports of a program that it ended."""
-
-    def __init__(self) -> None:
-        super().__init__(128 + signal.SIGTERM)
-
-
 def train(config: TrainConfig) -> None:
-    """Train as configured and leave everything in the run directory.
+    """Train as configured, going on where the run directory is, and leave everything in it.
 
-    Whatever ends the run, Ctrl-C, SIGTERM or an error, the weights are saved and a report is given before.
+    Ctrl-C, SIGTERM and SIGUSR1 save the run where it can continue exactly and end it with the exit code that a shell
+    reports of a program that the signal ended; a second Ctrl-C does not wait. An error saves the run too if it can.
     """
     run = run_directory(config)
     check_task(config.task, config.env)
-    refuse_used(run, overwrite=config.overwrite)
+    origin = find_origin(run, config.resume, overwrite=config.overwrite)
     recorder = Recorder([Console(config.steps, plain=config.log.console == "plain")])
+    if origin is not None:
+        _announce_changes(origin, config, recorder)
+        if origin.run == run and origin.finished_at is not None and origin.finished_at >= config.steps:
+            recorder.announce(_already_finished(run, origin.finished_at))
+            return
+    stop = StopRequest()
     with ExitStack() as stack:
         stack.callback(recorder.close)
-        trainer = build_trainer(config, run, recorder, stack)
+        trainer = build_trainer(config, run, recorder, stack, should_stop=stop)
         # Only now that everything fits together is anything written, or overwritten.
-        stack.enter_context(claim(run, overwrite=config.overwrite))
+        stack.enter_context(claim(run))
+        positions = _continue(origin, run, trainer) if origin else forget(run)
         describe(run, to_yaml(config))
-        _add_sinks(recorder, run, config)
+        _add_sinks(recorder, run, config, positions or {})
         recorder.announce(f"run directory: {run}")
-        with _sigterm_raises():
-            _run(trainer, run, config)
+        with stop.listening():
+            _run(trainer, run, config, stop)
 
 
-def _add_sinks(recorder: Recorder, run: Path, config: TrainConfig) -> None:
-    recorder.add_sink(JsonLines(run / "metrics.jsonl"))
-    recorder.add_sink(EvalCsv(run / "eval.csv"))
+def _announce_changes(origin: Origin, config: TrainConfig, recorder: Recorder) -> None:
+    """Say which keys have changed.
+
+    Raises:
+        ConfigError: one of them cannot.
+    """
+    for name, (before, now) in changed_keys(origin.config, yaml.safe_load(to_yaml(config))).items():
+        if name in FIXED:
+            raise ConfigError(
+                f"{name}={shown(now)}: {origin.run} was started with {shown(before)}, and this cannot change; "
+                "choose another exp_name, or overwrite=true to start anew"
+            )
+        if name not in ("resume", "overwrite", "exp_name", "run_root", "checkpoint"):
+            recorder.announce(f"changed: {name}={shown(now)} (was {shown(before)})")
+
+
+def _already_finished(run: Path, step: int) -> str:
+    return (
+        f"{run}: finished at step {step:,}. To go on, raise steps; to start anew, set overwrite=true or another "
+        f"exp_name; to evaluate it, python scripts/evaluate.py checkpoint={run}"
+    )
+
+
+def _continue(origin: Origin, run: Path, trainer: Trainer) -> dict[str, int]:
+    """Bring a trainer to the newest checkpoint that is whole; return how far the files of rows were then.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    announce, saver, positions = trainer.recorder.announce, trainer.saver, {}
+    if not isinstance(saver, Saver):
+        raise ConfigError(f"save_agent=false: cannot continue {origin.run} without saving on")
+
+    def use(step: int, content: dict[str, Any]) -> None:
+        saver.restore(trainer, step, content)
+        positions.update(content["trainer.pt"]["recorder"]["positions"])
+
+    if origin.run != run:
+        copy_run(origin.run, run)
+    step = load_newest(saver.checkpoints, use, announce)
+    announce(f"continuing {origin.run} from step {step:,}")
+    return positions
+
+
+def _add_sinks(recorder: Recorder, run: Path, config: TrainConfig, positions: dict[str, int]) -> None:
+    recorder.add_sink(JsonLines(run / "metrics.jsonl", positions.get("JsonLines")))
+    recorder.add_sink(EvalCsv(run / "eval.csv", positions.get("EvalCsv")))
     if config.log.tensorboard:
         recorder.add_sink(Background(TensorBoard(run / "tensorboard")))
     if config.enable_wandb:
-        group, name = "-".join(run.parts[-3:-1]), run.parts[-1]
-        tracker = WandB(
-            run,
-            project=config.wandb_project,
-            group=group,
-            name=name,
-            config=asdict(config),
-            entity=config.wandb_entity,
-            silent=config.wandb_silent,
-        )
-        recorder.add_sink(Background(tracker))
+        recorder.add_sink(Background(_wandb(run, config)))
 
 
-def _run(trainer: Trainer, run: Path, config: TrainConfig) -> None:
+def _wandb(run: Path, config: TrainConfig) -> WandB:
+    return WandB(
+        run,
+        project=config.wandb_project,
+        group="-".join(run.parts[-3:-1]),
+        name=run.parts[-1],
+        config=asdict(config),
+        entity=config.wandb_entity,
+        silent=config.wandb_silent,
+    )
+
+
+def _run(trainer: Trainer, run: Path, config: TrainConfig, stop: StopRequest) -> None:
     """Train; whatever ends it, keep what was learned and say what the run came to."""
     announce = trainer.recorder.announce
     try:
         trainer.train()
+    except Stopped:
+        _report(trainer, run, "stopped")
+        announce(
+            f"stopped by {stop.signal and stop.signal.name} after {trainer.step:,} steps; the same command continues"
+        )
+        raise SystemExit(stop.exit_code) from None
     except (EmptyReplayError, UnexpectedTerminationError):
         if trainer.progress.total.updates == 0:
             forget(run)  # nothing was learned, and the corrected command should not find its directory used
             raise
-        announce(f"stopped after {trainer.step:,} steps; {_try_to_save(trainer)}")
         _report(trainer, run, "error")
         raise
-    except NonFiniteError:
-        _report(trainer, run, "error")  # these weights must not replace the last checkpoint
-        raise
     except BaseException as error:
-        ending = "interrupted" if isinstance(error, KeyboardInterrupt | Terminated) else "error"
-        announce(f"stopped after {trainer.step:,} steps; {_try_to_save(trainer)}")
-        _report(trainer, run, ending)
+        _report(trainer, run, "interrupted" if isinstance(error, KeyboardInterrupt) else "error")
+        announce(f"ended after {trainer.step:,} steps; the same command continues from the last checkpoint")
         raise
     _report(trainer, run, "finished")
     announce(_farewell(trainer, run, config))
-
-
-def _try_to_save(trainer: Trainer) -> str:
-    """Save the weights and say so; a failure is said too, and hides nothing that is about to be raised."""
-    try:
-        return str(trainer.save(trainer.step))
-    except Exception as error:
-        return f"weights not saved ({type(error).__name__}: {error})"
 
 
 def _report(trainer: Trainer, run: Path, ending: str) -> None:
@@ -153,20 +196,6 @@ def _evaluation_keys(config: TrainConfig) -> str:
     changed = [name for name in names if name == "task" or getattr(config, name) != getattr(default, name)]
     options = [f"env.{name}={shown(value)}" for name, value in config.env.items()]
     return " ".join([*(f"{name}={shown(getattr(config, name))}" for name in changed), *options])
-
-
-@contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM unwind the run as Ctrl-C does, instead of ending it on the spot."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def evaluate(config: EvaluateConfig) -> None:

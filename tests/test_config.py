@@ -58,6 +58,10 @@ PUBLISHED_DEFAULTS = {
     "dropout": 0.01,
     "simnorm_dim": 8,
     "save_agent": True,
+    "save_freq": None,
+    "save_minutes": 10.0,
+    "save_keep": 2,
+    "resume": "auto",
     "seed": 1,
 }
 OUR_DEFAULTS = {
@@ -166,7 +170,7 @@ def test_evaluation_shares_its_keys_with_training():
         ("steps", 5, 5),
         ("seed", 2**70, 2**70),
         ("seed", 0.0, 0),
-        ("seed_steps", 0, 0),
+        ("seed_steps", 3, 3),
         ("seed_steps", None, None),
         ("steps_per_update", 0.5, 0.5),
         ("steps_per_update", 4, 4.0),

@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -60,10 +61,13 @@ def test_train_then_evaluate_then_train_on_from_the_weights(tmp_path):
 
     again = run(tmp_path, "train.py", *TINY, "steps=60", "exp_name=second", f"checkpoint={directory}")
     assert again.returncode == 0, again.stderr
-    refused = run(tmp_path, "train.py", *TINY, "steps=60", "exp_name=second")
+    refused = run(tmp_path, "train.py", *TINY, "steps=60", "exp_name=second", "resume=never")
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: runs/gym-Pendulum-v1/second/seed-1: holds a run;")
     assert len(refused.stderr.splitlines()) == 1
+    finished = run(tmp_path, "train.py", *TINY, "steps=60", "exp_name=second", f"checkpoint={directory}")
+    assert finished.returncode == 0
+    assert "finished at step 60. To go on, raise steps" in finished.stdout
 
 
 @pytest.mark.parametrize(
@@ -165,26 +169,81 @@ def test_a_crash_of_an_environment_ends_the_run_with_its_number_and_traceback(tm
     assert _ended(process.pid)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_saves_the_weights_leaves_a_summary_and_no_process(tmp_path, number, code):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_a_signal_saves_the_run_leaves_a_summary_and_no_process(tmp_path, number, code):
     process = start(tmp_path, *TINY, "steps=1e6", "eval_freq=1e6", "vector=async")
-    assert process.stdout is not None
-    for line in process.stdout:
-        if " train " in line and "loss" in line:
-            break
+    wait_for_learning(process)
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == code
     assert errors == ""
-    assert "weights saved to" in output
+    assert f"stopped by {signal.Signals(number).name} after" in output
     assert "bottleneck: " in output
-    assert list(tmp_path.rglob("weights.pt"))
     (summary,) = tmp_path.rglob("summary.json")
     content = json.loads(summary.read_text())
-    assert content["ending"] == "interrupted"
+    assert content["ending"] == "stopped"
     assert content["counts"]["updates"] > 0
     assert content["sections"]["update"]["count"] > 0
+    assert [path.parent.name for path in tmp_path.rglob("manifest.json")] == [str(content["counts"]["steps"])]
     assert _ended(process.pid)
+
+
+def test_two_processes_never_write_one_run_and_the_second_is_told_of_the_first(tmp_path):
+    process = start(tmp_path, *TINY, "steps=1e6", "eval_freq=1e6")
+    wait_for_learning(process)
+    second = run(tmp_path, "train.py", *TINY, "steps=1e6", "eval_freq=1e6")
+    process.kill()
+    process.communicate()
+    assert second.returncode == 2
+    assert f"another process writes this run (process {process.pid} on" in second.stderr
+    assert len(second.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_run_killed_thirty_times_ends_as_one_never_killed(tmp_path):
+    arguments = [*TINY, "steps=4000", "save_freq=20", "eval_freq=500", "log_freq=100", "log.tensorboard=false"]
+    unbroken = run(tmp_path, "train.py", *arguments, "exp_name=unbroken")
+    assert unbroken.returncode == 0, unbroken.stderr
+    moments, kills = random.Random(0), 0
+    while kills < 30:
+        process = start(tmp_path, *arguments, "exp_name=killed")
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("run directory:"):
+                break
+        time.sleep(moments.uniform(0, 0.6))
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, "the run was over before it could be killed often enough"
+        kills += 1
+    finished = run(tmp_path, "train.py", *arguments, "exp_name=killed")
+    assert finished.returncode == 0, finished.stderr
+    one, other = (tmp_path / "runs/gym-Pendulum-v1" / name / "seed-1" for name in ("unbroken", "killed"))
+    for name in ("weights.pt", "learner.pt"):
+        first, second = (_leaves(torch.load(d / "checkpoints/4002" / name, weights_only=True)) for d in (one, other))
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[key], second[key]) for key in first if isinstance(first[key], torch.Tensor))
+    assert (one / "eval.csv").read_text() == (other / "eval.csv").read_text()
+    steps = [[json.loads(row)["step"] for row in (d / "metrics.jsonl").read_text().splitlines()] for d in (one, other)]
+    assert steps[0] == steps[1]
+    assert not [path for path in other.rglob("*") if path.suffix in (".part", ".tmp")]
+
+
+def wait_for_learning(process):
+    for line in process.stdout:
+        if " train " in line and "loss" in line:
+            return
+    raise AssertionError(f"the run ended before it learned: {process.communicate()[1]}")
+
+
+def _leaves(value, path=""):
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        return {path: value}
+    return {name: leaf for key, item in items for name, leaf in _leaves(item, f"{path}/{key}").items()}
 
 
 def test_an_evaluation_is_filmed_and_does_not_change_training(tmp_path):

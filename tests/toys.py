@@ -97,6 +97,24 @@ class Toy(gymnasium.Env):
                 file.write(json.dumps({"id": env_id, "episode": episode, "t": t, **entry}) + "\n")
 
 
+class ToyRepeatable(Toy):
+    """Know nothing of earlier episodes: the id is that of the reset seed, the episode always 0."""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        self._obs[:] = (-1, -1, 0)
+        return super().reset(seed=seed, options=options)
+
+
+class ToyForgetful(Toy):
+    """Draw from a generator that no seed reaches, so that no episode can be repeated."""
+
+    _unseeded = np.random.default_rng()
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        obs, *rest = super().step(action)
+        return obs + self._unseeded.random(3, np.float32), *rest
+
+
 class ToyDiscrete(Toy):
     def __init__(self) -> None:
         super().__init__()
@@ -125,6 +143,8 @@ def reward_of(obs: np.ndarray, action: np.ndarray) -> float:
 
 gymnasium.register("Toy-v0", Toy, max_episode_steps=MAX_EPISODE_STEPS)
 gymnasium.register("ToyEndless-v0", Toy)
+gymnasium.register("ToyRepeatable-v0", ToyRepeatable, max_episode_steps=MAX_EPISODE_STEPS)
+gymnasium.register("ToyForgetful-v0", ToyForgetful, max_episode_steps=MAX_EPISODE_STEPS)
 gymnasium.register("ToyDiscrete-v0", ToyDiscrete, max_episode_steps=MAX_EPISODE_STEPS)
 gymnasium.register("ToyDict-v0", ToyDict, max_episode_steps=MAX_EPISODE_STEPS)
 gymnasium.register("ToyProcess-v0", ToyProcess, max_episode_steps=MAX_EPISODE_STEPS)

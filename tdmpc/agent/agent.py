@@ -125,6 +125,15 @@ class TDMPC2:
             self._learner.scale.value.copy_(weights["scale"])
         self.lifetime = Lifetime(**weights["lifetime"])
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that continues the agent exactly, besides `weights()`: optimisers and random stream."""
+        return {"learner": self.learner.state_dict(), "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state, after `load_weights` of the same moment."""
+        self.learner.load_state_dict(state["learner"])
+        self._generator.set_state(state["generator"])
+
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().cpu()

@@ -1,7 +1,7 @@
 """Losses, optimisers, running scale and target network: one update of the agent (TD-MPC2, section 3.2)."""
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -170,6 +170,15 @@ class Learner:
         """Move the target Q heads towards the online ones by `tau`."""
         for target, online in zip(self.model.target_q.parameters(), self.model.q.parameters(), strict=True):
             target.lerp_(online, self.settings.tau)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of both optimisers."""
+        return {"optimizer": self.optimizer.state_dict(), "policy_optimizer": self.policy_optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of both optimisers."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.policy_optimizer.load_state_dict(state["policy_optimizer"])
 
     def _unroll(self, obs: Tensor, action: Tensor) -> Tensor:
         """Return the latents `[H+1, B, D]` that the dynamics predict from the first observation `[B, O]`."""

@@ -32,7 +32,7 @@ _NOT_IN_SHAPES = {"simnorm_dim": 8, "vmin": -10.0, "vmax": 10.0}
 
 def is_published(state: Mapping[str, Any]) -> bool:
     """Tell whether a state dict has the published keys."""
-    return any(key.startswith("_dynamics.") for key in state)
+    return any(str(key).startswith("_dynamics.") for key in state)
 
 
 def from_published(state: Mapping[str, Any]) -> dict[str, Any]:

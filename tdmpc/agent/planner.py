@@ -1,6 +1,6 @@
 """Model predictive path integral control in latent space, for a batch of environments (TD-MPC2, section 3.3)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +23,15 @@ class PlannerState:
 
     mean: Tensor
     generator: torch.Generator
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what continues acting exactly."""
+        return {"mean": self.mean.cpu(), "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a state of as many environments."""
+        self.mean = state["mean"].to(self.mean.device)
+        self.generator.set_state(state["generator"])
 
     def select(self, index: Tensor) -> "PlannerState":
         """Return the state of the environments that `index [n]` (int64) names, with the same random stream."""

@@ -3,9 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tdmpc.telemetry.recorder import Row
 
@@ -34,15 +32,20 @@ class JsonLines(RowSink):
 
     Args:
         path: the file, made where it does not exist.
-        resume_step: step of the checkpoint that the run goes on from, written after the rows of its step. Rows of
-            later steps are removed, for the run will write them again. None keeps all.
+        keep_bytes: `position` at the checkpoint that the run goes on from. What was written later is removed, for
+            the run will write it again. None keeps all.
 
     Raises:
         OSError: the file cannot be read or written.
     """
 
-    def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        self._lines = _Lines(path, lambda line: json.loads(line)["step"], resume_step)
+    def __init__(self, path: Path, keep_bytes: int | None = None) -> None:
+        self._lines = _Lines(path, keep_bytes)
+
+    @property
+    def position(self) -> int:
+        """Bytes of the file so far, for `keep_bytes`."""
+        return self._lines.position
 
     def write(self, row: Row) -> None:
         """Append a row and hand it to the operating system at once.
@@ -68,16 +71,21 @@ class EvalCsv(RowSink):
 
     Args:
         path: the file, made with its header.
-        resume_step: as in `JsonLines`.
+        keep_bytes: as in `JsonLines`.
 
     Raises:
         OSError: the file cannot be read or written.
     """
 
-    def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        self._lines = _Lines(path, lambda line: int(line.split(b",")[0]), resume_step)
-        if self._lines.empty:
+    def __init__(self, path: Path, keep_bytes: int | None = None) -> None:
+        self._lines = _Lines(path, keep_bytes)
+        if self._lines.position == 0:
             self._lines.append("step,episode_reward")
+
+    @property
+    def position(self) -> int:
+        """Bytes of the file so far, for `keep_bytes`."""
+        return self._lines.position
 
     def write(self, row: Row) -> None:
         """Append the row of an evaluation; ignore others.
@@ -100,16 +108,16 @@ class EvalCsv(RowSink):
 class _Lines:
     """A file of whole lines, each written once."""
 
-    def __init__(self, path: Path, step_of: Callable[[bytes], Any], resume_step: int | None) -> None:
-        _repair(path, step_of, math.inf if resume_step is None else resume_step)
+    def __init__(self, path: Path, keep_bytes: int | None) -> None:
+        _repair(path, keep_bytes)
         # Unbuffered: a line is one call to the operating system, and in the file when that returns.
         self._file = path.open("ab", buffering=0)
         self._pending = b""
         self._torn_at: int | None = None
 
     @property
-    def empty(self) -> bool:
-        return self._file.tell() == 0
+    def position(self) -> int:
+        return self._file.seek(0, os.SEEK_END)
 
     def append(self, line: str) -> None:
         self._pending += line.encode() + b"\n"
@@ -142,26 +150,15 @@ def _strict(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _repair(path: Path, step_of: Callable[[bytes], Any], last_step: float) -> None:
-    """Remove a torn last line and the rows after `last_step`; nothing else changes."""
-    lines = _read(path)
-    kept = [line for line in lines if line.endswith(b"\n") and not _is_later(line, step_of, last_step)]
-    if kept != lines:
-        _replace(path, b"".join(kept))
-
-
-def _read(path: Path) -> list[bytes]:
+def _repair(path: Path, keep_bytes: int | None) -> None:
+    """Remove what comes after `keep_bytes`, and a torn last line."""
     if not path.exists():
-        return []
-    with path.open("rb") as file:
-        return file.readlines()
-
-
-def _is_later(line: bytes, step_of: Callable[[bytes], Any], last_step: float) -> bool:
-    try:
-        return step_of(line) > last_step
-    except (ValueError, KeyError, TypeError):
-        return False  # a header, or a line that someone else wrote and may want
+        return
+    content = path.read_bytes()
+    kept = content if keep_bytes is None else content[:keep_bytes]
+    kept = kept[: kept.rfind(b"\n") + 1]
+    if kept != content:
+        _replace(path, kept)
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -126,6 +126,7 @@ METRICS = (
     ),
     Metric("time/<section>/device_mean_s", "s", "The GPU's mean time for a call of the section."),
     Metric("time/<section>/device_max_s", "s", "The GPU's time for the longest call of it.", workers=Reduce.MAX),
+    Metric("save/bytes", "B", "Bytes written by the checkpoints of the window.", Reduce.SUM, Reduce.SUM),
     Metric("system/rss_bytes", "B", "Resident memory of the process.", Reduce.LAST, Reduce.SUM),
     Metric("system/gpu_peak_bytes", "B", "Most GPU memory that torch has held.", Reduce.LAST, Reduce.SUM),
     Metric("system/replay_bytes", "B", "Memory that the rows in the replay take.", Reduce.LAST, Reduce.SUM),

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDict, TensorDictBase
 
 from tdmpc.telemetry.metrics import Reduce, declaration
 
@@ -54,6 +55,14 @@ class Accumulator:
         self._sum += value
         self._max = max(self._max, value)
         self._last = value
+
+    def state(self) -> tuple[int, float, float, float]:
+        """Return the running numbers."""
+        return self._count, self._sum, self._max, self._last
+
+    def restore(self, state: Sequence[Any]) -> None:
+        """Go on from running numbers."""
+        self._count, self._sum, self._max, self._last = state
 
     def value(self) -> float:
         """Return the reduced value; at least one must have been added."""
@@ -104,6 +113,29 @@ class Recorder:
         """Add the metrics of one update; they stay on the device until the window ends."""
         self._update_sum = metrics if self._update_sum is None else self._update_sum + metrics
         self._updates += 1
+
+    def positions(self) -> dict[str, int]:
+        """Return the size of the files of the sinks that have one, by the name of the sink."""
+        positions = {type(sink).__name__: getattr(sink, "position", None) for sink in self._sinks}
+        return {name: position for name, position in positions.items() if position is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window under way, so that a continued run writes the row that an unbroken one would."""
+        return {
+            "window": {name: accumulator.state() for name, accumulator in self._window.items()},
+            "update_sum": None if self._update_sum is None else self._update_sum.cpu().to_dict(),
+            "updates": self._updates,
+            "positions": self.positions(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on with a window, in which updates are measured on `device`."""
+        self._window = {}
+        for name, numbers in state["window"].items():
+            self._window[name] = Accumulator(declaration(name).window)
+            self._window[name].restore(numbers)
+        self._update_sum = None if state["update_sum"] is None else TensorDict(state["update_sum"]).to(device)
+        self._updates = state["updates"]
 
     def check_finite(self, step: int) -> None:
         """Read the losses and gradient norms of the window so far.

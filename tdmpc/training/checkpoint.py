@@ -1,112 +1,189 @@
-"""Saved weights: written whole or not at all, read from our own format or the published one.
+"""Checkpoints from which a run continues exactly: written whole or not at all, never modified.
 
 A run keeps them as::
 
-    <run directory>/checkpoints/<step>/weights.pt
+    <run directory>/checkpoints/
+        latest                  the step of the newest one; moves last
+        <step>/
+            manifest.json       format, step, size and SHA-256 of every other file
+            weights.pt          what was learned; all that evaluation and a new run need
+            learner.pt          optimisers and the random stream of updates
+            trainer.pt          environments, schedules, progress, telemetry
+            replay.json         which rows of which segments the replay holds
+    <run directory>/replay/     the segments, shared by the checkpoints
 """
 
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tdmpc.agent.official import from_published, is_published
+from tdmpc.training.weights import CheckpointError
 
 FORMAT = 1
-WEIGHTS = "weights.pt"
+MANIFEST, LATEST = "manifest.json", "latest"
+PART = ".part"
+
+State = Mapping[str, Any]
+"""What a checkpoint holds: content by file name, tensors and plain types (`.pt`) or JSON (`.json`)."""
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message is one line for whoever named it."""
+class Checkpoints:
+    """The checkpoints of a run directory.
+
+    Args:
+        run: the directory.
+        keep: how many of the newest ones stay.
+    """
+
+    def __init__(self, run: Path, keep: int) -> None:
+        self.folder, self.keep = run / "checkpoints", keep
+
+    def save(self, step: int, state: State) -> int:
+        """Write the checkpoint of a step and return its size in bytes.
+
+        It is written under another name on the same file system and renamed when it is complete and on disk, so a
+        kill at any moment leaves it whole or not there at all. One of the same step is replaced.
+
+        Raises:
+            OSError: it cannot be written; the others are as they were.
+        """
+        part = self.folder / f"{step}{PART}"
+        self._remove_parts()
+        try:
+            part.mkdir(parents=True)
+            size = _write(part, step, state)
+            final = self.folder / str(step)
+            if final.exists():
+                final.rename(self.folder / f"{step}.old{PART}")
+            part.rename(final)
+            sync(self.folder)
+            _replace_text(self.folder / LATEST, str(step))
+        finally:
+            self._remove_parts()
+        return size
+
+    def steps(self) -> list[int]:
+        """Return the steps of all checkpoints that are complete, the newest last."""
+        names = [path.parent.name for path in self.folder.glob(f"*/{MANIFEST}")]
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def prune(self) -> None:
+        """Remove all but the newest checkpoints."""
+        for step in self.steps()[: -self.keep]:
+            doomed = self.folder / f"{step}.old{PART}"
+            (self.folder / str(step)).rename(doomed)  # at once incomplete for whoever looks
+            shutil.rmtree(doomed)
+
+    def load(self, step: int) -> dict[str, Any]:
+        """Read a checkpoint and return its content by file name.
+
+        Raises:
+            CheckpointError: a file is missing, of another size or checksum, or cannot be read.
+        """
+        folder = self.folder / str(step)
+        manifest = _manifest(folder)
+        return {name: _read(folder / name, expected) for name, expected in manifest["files"].items()}
+
+    def index(self, step: int, name: str) -> Any:
+        """Return one JSON file of a checkpoint."""
+        return json.loads((self.folder / str(step) / name).read_text())
+
+    def _remove_parts(self) -> None:
+        for path in self.folder.glob(f"*{PART}"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def save_weights(run: Path, step: int, weights: Mapping[str, Any]) -> Path:
-    """Write `checkpoints/<step>/weights.pt` of a run directory, then drop its older checkpoints."""
-    folder = run / "checkpoints" / str(step)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / WEIGHTS
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        torch.save({"format": FORMAT, **weights}, file)
-        file.flush()
-        os.fsync(file.fileno())
+def load_newest(
+    checkpoints: Checkpoints, use: Callable[[int, dict[str, Any]], None], warn: Callable[[str], None]
+) -> int | None:
+    """Load the newest checkpoint that is whole, falling back to the ones before, loudly.
+
+    Args:
+        checkpoints: of the run.
+        use: called with step and content; a CheckpointError from it counts as a broken checkpoint too.
+        warn: told of every broken one, by name.
+
+    Returns:
+        The step of the one that was used; None where there is no checkpoint at all.
+
+    Raises:
+        CheckpointError: there are checkpoints and none of them is whole.
+    """
+    steps = checkpoints.steps()
+    for step in reversed(steps):
+        try:
+            use(step, checkpoints.load(step))
+            return step
+        except CheckpointError as error:
+            warn(f"warning: checkpoint {checkpoints.folder / str(step)} is broken ({error}); trying the one before")
+    if steps:
+        raise CheckpointError(
+            f"none of the checkpoints in {checkpoints.folder} is whole; start anew with overwrite=true"
+        )
+    return None
+
+
+def sync(path: Path) -> None:
+    """Make sure that a file, or the names in a directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(folder: Path, step: int, state: State) -> int:
+    """Write all files of a checkpoint, the manifest last, and return their size in bytes."""
+    files = {}
+    for name, content in state.items():
+        path = folder / name
+        if path.suffix == ".json":
+            path.write_text(json.dumps(content), encoding="utf-8")
+        else:
+            torch.save(content, path)
+        sync(path)
+        files[name] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+    manifest = {"format": FORMAT, "step": step, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    sync(folder / MANIFEST)
+    sync(folder)
+    return sum(file["bytes"] for file in files.values())
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from None
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{MANIFEST} is of format {manifest.get('format')}, not {FORMAT}")
+    return manifest
+
+
+def _read(path: Path, expected: Mapping[str, Any]) -> Any:
+    if not path.is_file():
+        raise CheckpointError(f"{path.name} is missing")
+    if path.stat().st_size != expected["bytes"] or _digest(path) != expected["sha256"]:
+        raise CheckpointError(f"{path.name} is not what was written")
+    if path.suffix == ".json":
+        return json.loads(path.read_text(encoding="utf-8"))
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _replace_text(path: Path, text: str) -> None:
+    part = path.with_suffix(PART)
+    part.write_text(text, encoding="utf-8")
+    sync(part)
     part.replace(path)
-    for other in (run / "checkpoints").iterdir():
-        if other != folder:
-            shutil.rmtree(other)
-    return path
-
-
-def load_weights(source: str) -> dict[str, Any]:
-    """Read what `TDMPC2.weights` gave, from our own file or the published format.
-
-    Args:
-        source: a file, a checkpoint folder, or a run directory (its newest checkpoint).
-
-    Raises:
-        CheckpointError: nothing there, or not a checkpoint, or one of a kind of model that is not supported.
-    """
-    path = find_weights(source)
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # what a file that is no checkpoint makes of the unpickler is anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"checkpoint={source}: {path} cannot be read as a checkpoint ({reason})") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"checkpoint={source}: {path} holds no checkpoint")
-    if _is_ours(content):
-        return content
-    state = content.get("model", content)
-    if not (isinstance(state, dict) and is_published(state)):
-        raise CheckpointError(f"checkpoint={source}: {path} is neither of format {FORMAT} nor a published checkpoint")
-    try:
-        return from_published(state)
-    except ValueError as error:
-        raise CheckpointError(f"checkpoint={source}: {error}") from None
-
-
-def _is_ours(content: dict[Any, Any]) -> bool:
-    return content.get("format") == FORMAT and {"network", "model", "scale", "lifetime"} <= content.keys()
-
-
-def find_weights(source: str) -> Path:
-    """Return the file of weights that a file, a checkpoint folder or a run directory stands for.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    path = Path(source)
-    if path.is_file():
-        return path
-    if (path / WEIGHTS).is_file():
-        return path / WEIGHTS
-    checkpoints = _checkpoints(path)
-    if checkpoints:
-        return checkpoints[-1] / WEIGHTS
-    problem = "holds no checkpoint" if path.is_dir() else "does not exist"
-    raise CheckpointError(f"checkpoint={source}: {problem}; name a file, a checkpoint folder or a run directory")
-
-
-def check_sizes(source: str, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse weights of other sizes than wanted.
-
-    Args:
-        source: as given by the user.
-        saved: settings of the saved networks.
-        wanted: the sizes that they must have, by the same names.
-
-    Raises:
-        CheckpointError: naming every size that differs, as saved and as wanted.
-    """
-    different = [f"{name} {saved[name]} (here {wanted[name]})" for name in wanted if saved[name] != wanted[name]]
-    if different:
-        raise CheckpointError(f"checkpoint={source}: its sizes are not the agent's: {', '.join(different)}")
-
-
-def _checkpoints(run: Path) -> list[Path]:
-    """Return the checkpoints of a run that are whole, the newest last."""
-    folders = [path.parent for path in run.glob(f"checkpoints/*/{WEIGHTS}") if path.parent.name.isdigit()]
-    return sorted(folders, key=lambda path: int(path.name))
+    sync(path.parent)

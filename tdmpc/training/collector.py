@@ -1,6 +1,7 @@
 """The training environments and what is known of their running episodes."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +60,7 @@ class Collector:
         self._first = np.ones(envs.num_envs, dtype=bool)
         self._episodes_begun = np.zeros(envs.num_envs, dtype=np.int64)
         self._returns, self._lengths = np.zeros(envs.num_envs), np.zeros(envs.num_envs, dtype=np.int64)
+        self._actions_taken: list[list[np.ndarray]] = [[] for _ in range(envs.num_envs)]  # of running episodes
 
     def begin_step(self, random: bool) -> None:
         """Reset where an episode ended, choose actions, and let the environments begin to take them.
@@ -89,19 +91,71 @@ class Collector:
         self._obs, self._first = step.obs, step.terminated | step.truncated
         self._returns += step.reward
         self._lengths += 1
+        for taken, action in zip(self._actions_taken, self._action, strict=True):
+            taken.append(action)
         self.agent.lifetime.steps += self.envs.num_envs
         good = self._first & ~step.failed
         return Ended(self._returns[good].tolist(), self._lengths[good].tolist(), int(step.failed.sum()))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what continues the running episodes exactly, between two steps."""
+        taken = [np.array(actions, np.float32).reshape(-1, self.envs.action_size) for actions in self._actions_taken]
+        arrays = (self._obs, self._first, self._episodes_begun, self._returns, self._lengths)
+        return {
+            "arrays": [torch.from_numpy(array.copy()) for array in arrays],
+            "actions_taken": [torch.from_numpy(actions) for actions in taken],
+            "planner": self._planner_state.state_dict(),
+            "warm_up": self._warm_up.bit_generator.state,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[int]:
+        """Continue from a state: reset every environment with the seed of its episode and repeat its actions.
+
+        Returns:
+            The environments whose own randomness led elsewhere. Their episodes count as truncated where they were.
+        """
+        arrays = [tensor.numpy().copy() for tensor in state["arrays"]]
+        self._obs, self._first, self._episodes_begun, self._returns, self._lengths = arrays
+        self._actions_taken = [list(actions.numpy()) for actions in state["actions_taken"]]
+        self._planner_state.load_state_dict(state["planner"])
+        self._warm_up.bit_generator.state = state["warm_up"]
+        if not self._episodes_begun.any():
+            return []
+        elsewhere = self._repeat_episodes()
+        self._first |= elsewhere
+        return np.flatnonzero(elsewhere).tolist()
+
+    def _repeat_episodes(self) -> np.ndarray:
+        """Bring the environments where they were; return which ones did not get there, `[E]` bool."""
+        reached = self.envs.reset(np.ones(self.envs.num_envs, bool), self._seeds_of(self._episodes_begun - 1))
+        action, ended = self._action.copy(), np.zeros(self.envs.num_envs, bool)
+        # Of an episode that has ended nothing needs repeating: its environment is reset before it moves.
+        lengths = np.where(self._first, 0, self._lengths)
+        for t in range(lengths.max()):
+            active = (t < lengths) & ~ended
+            if not active.any():
+                break
+            for env in np.flatnonzero(active):
+                action[env] = self._actions_taken[env][t]
+            step = self.envs.step(action, active)
+            reached, ended = step.obs, ended | step.terminated | step.truncated
+        same = (reached == self._obs).all(axis=1) & ~ended
+        return ~self._first & ~same
+
     def _begin_episodes(self) -> None:
         """Reset the environments whose episode ended, each with the seed of its next episode."""
-        episodes = enumerate(self._episodes_begun)
-        seeds = [self.seeds.integer(Stream.TRAIN_EPISODE, env, int(episode)) for env, episode in episodes]
         with self.timers("env"), self.timers("reset"):
-            self._obs = self.envs.reset(self._first, seeds)
+            self._obs = self.envs.reset(self._first, self._seeds_of(self._episodes_begun))
         self.replay.begin(self._obs, self._first)
         self._episodes_begun += self._first
         self._returns[self._first], self._lengths[self._first] = 0.0, 0
+        for env in np.flatnonzero(self._first):
+            self._actions_taken[env] = []
+
+    def _seeds_of(self, episodes: np.ndarray) -> list[int]:
+        """Return the reset seed of an episode of every environment."""
+        numbered = enumerate(episodes.tolist())
+        return [self.seeds.integer(Stream.TRAIN_EPISODE, env, episode) for env, episode in numbered]
 
     def _random_actions(self) -> np.ndarray:
         return self._warm_up.uniform(-1, 1, self._action.shape).astype(np.float32)

@@ -11,12 +11,14 @@ A run writes::
         summary.json      counts, times, last evaluation; written when the run ends
         trace.json        with profile.trace=true
         checkpoints/      see checkpoint.py
+        replay/           see replay_segments.py
         tensorboard/      event files
         videos/           with save_video=true, one of every evaluation
         wandb/, wandb_id  with enable_wandb=true
 """
 
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -30,11 +32,12 @@ import torch
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
 _REPOSITORY = Path(__file__).parents[2]
+_HOLDER = ".holder"
 _WRITTEN = (
     *("config.yaml", "provenance.json", "git.diff", "metrics.jsonl", "eval.csv", "summary.json", "trace.json"),
     # What a kill in the middle of a replacement leaves.
     *("metrics.jsonl.tmp", "eval.csv.tmp", "summary.part"),
-    *("checkpoints", "tensorboard", "videos", "wandb", "wandb_id"),
+    *("checkpoints", "replay", "tensorboard", "videos", "wandb", "wandb_id"),
 )
 
 
@@ -53,21 +56,14 @@ def refuse_used(run: Path, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def claim(run: Path, *, overwrite: bool) -> Iterator[None]:
-    """Hold the directory `run` for this process, without an earlier run.
-
-    Everything else that can be refused should have been by then: what is overwritten is gone.
-
-    Args:
-        run: the directory; made where it does not exist.
-        overwrite: whether an earlier run's files in it are deleted. Other files always stay.
+def claim(run: Path) -> Iterator[None]:
+    """Hold the directory `run` for this process; it is made where it does not exist.
 
     Raises:
-        RunDirectoryError: another process holds it, it cannot be written to, or see `refuse_used`.
+        RunDirectoryError: another process holds it, or it cannot be written to.
     """
     with _locked(run):
-        refuse_used(run, overwrite=overwrite)
-        forget(run)
+        (run / _HOLDER).write_text(f"process {os.getpid()} on {platform.node()}")
         yield
 
 
@@ -77,10 +73,17 @@ def _locked(run: Path) -> AcquireReturnProxy:
         return FileLock(run / ".lock").acquire(timeout=0)
     except Timeout:
         raise RunDirectoryError(
-            f"{run}: another process is writing this run; choose another exp_name or seed"
+            f"{run}: another process writes this run ({_holder(run)}); choose another exp_name or seed"
         ) from None
     except OSError as error:
         raise RunDirectoryError(f"{run}: cannot be written to ({error.strerror})") from None
+
+
+def _holder(run: Path) -> str:
+    try:
+        return (run / _HOLDER).read_text()
+    except OSError:
+        return "which has not said its number"
 
 
 def forget(run: Path) -> None:
@@ -91,6 +94,17 @@ def forget(run: Path) -> None:
 
 def _written(run: Path) -> list[Path]:
     return [path for path in (run / name for name in _WRITTEN) if path.exists()]
+
+
+def copy_run(source: Path, run: Path) -> None:
+    """Copy what a run continues from into another, empty directory: its checkpoints, replay rows and curves."""
+    forget(run)
+    for name in ("checkpoints", "replay", "metrics.jsonl", "eval.csv"):
+        path = source / name
+        if path.is_dir():
+            shutil.copytree(path, run / name)
+        elif path.exists():
+            shutil.copy2(path, run / name)
 
 
 def describe(run: Path, config: str) -> None:

@@ -15,22 +15,28 @@ class Every:
     """
 
     def __init__(self, interval: int, start: int) -> None:
-        self.interval, self.next = interval, start
+        self.interval, self.start = interval, start
+        self.last: int | None = None  # the count at which it was last due
 
     def __call__(self, count: int) -> bool:
         """Tell whether `count` has reached the next point; if so, move on to the one after it."""
         due = count >= self.next
         if due:
-            self.next = (count // self.interval + 1) * self.interval
+            self.last = count
         return due
 
-    def state_dict(self) -> dict[str, int]:
-        """Return what `load_state_dict` needs to continue."""
-        return {"next": self.next}
+    @property
+    def next(self) -> int:
+        """The next due point."""
+        return self.start if self.last is None else (self.last // self.interval + 1) * self.interval
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, int | None]:
+        """Return what `load_state_dict` needs to continue, also with another interval."""
+        return {"last": self.last}
+
+    def load_state_dict(self, state: dict[str, int | None]) -> None:
         """Continue from a state."""
-        self.next = state["next"]
+        self.last = state["last"]
 
 
 class Ratio:

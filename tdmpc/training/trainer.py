@@ -1,8 +1,8 @@
 """The online loop: act, step the environments, update, evaluate."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tdmpc.training.collector import Collector, Ended
 from tdmpc.training.evaluation import Evaluation, Evaluator
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from tdmpc.telemetry.recorder import Recorder
     from tdmpc.telemetry.timers import Timers
     from tdmpc.telemetry.video import Filming
+    from tdmpc.training.saver import NoSaver, Saver
+
+
+class Stopped(Exception):
+    """The run was asked to stop, and its state is saved."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,10 @@ class Trainer:
         timers: measures where the time goes.
         settings: when things happen.
         videos: films evaluations.
-        save: called with the step after every evaluation of something learned.
+        saver: knows when to save the run, and how.
         system: returns metrics of the machine for a row.
         trace: called with the number of updates done before every update.
+        should_stop: asked after every iteration.
     """
 
     def __init__(
@@ -62,19 +68,21 @@ class Trainer:
         timers: "Timers",
         settings: TrainerSettings,
         videos: "Filming",
-        save: Callable[[int], object] = lambda step: None,
+        saver: "Saver | NoSaver",
         system: Callable[[], dict[str, float]] = dict,
         trace: Callable[[int], None] = lambda update: None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.agent, self.collector, self.replay, self.evaluator = agent, collector, replay, evaluator
-        self.recorder, self.timers, self.settings = recorder, timers, settings
-        self.videos, self.save, self.system, self.trace = videos, save, system, trace
+        self.recorder, self.timers, self.settings, self.videos = recorder, timers, settings, videos
+        self.saver, self.system, self.trace, self.should_stop = saver, system, trace, should_stop
         self.progress = Progress()
         self.last_evaluation: Evaluation | None = None
         self.should_log = Every(settings.log_freq, start=settings.log_freq)
         self.should_evaluate = Every(settings.eval_freq, start=0)
         self.updates_due = Ratio(settings.steps_per_update)
         self._seeding_ended: int | None = None  # the step at which it did
+        self._evaluated_at: int | None = None  # the step of the last evaluation
         self._window_began = self.progress.view()
 
     @property
@@ -87,31 +95,43 @@ class Trainer:
         """Whether all steps are done."""
         return self.step >= self.settings.steps
 
+    @property
+    def seeding(self) -> bool:
+        """Whether the seeding phase is not over."""
+        return self._seeding_ended is None
+
     def train(self) -> Counts:
         """Train until `steps` are done and return how far it came.
 
         Raises:
+            Stopped: it was asked to stop; the state is saved.
             UnexpectedTerminationError: an episode terminated and `episodic` is false.
             EmptyReplayError: no episode of the seeding phase was as long as a slice.
             EnvironmentCrash: an environment failed in a way that is not part of the task.
             NonFiniteError: a loss or a gradient is not a finite number.
         """
-        self.progress.enter(Phase.SEEDING)
+        self.progress.enter(Phase.SEEDING if self.seeding else Phase.TRAINING)
         while not self.finished:
             if self.should_evaluate(self.step):
                 self.evaluate()
-            if self._seeding_ended is None and self.step >= self.settings.seed_steps:
+            if self.seeding and self.step >= self.settings.seed_steps:
                 self.pretrain()
-            self.collector.begin_step(random=self._seeding_ended is None)
+            self.collector.begin_step(random=self.seeding)
             self._update()
             self._advance(self.collector.end_step())
             if self.should_log(self.step) or self.finished:
                 self._log("train")
-        self.evaluate()
+            if self.saver.due(self.step) or self.should_stop():
+                self.save()
+            if self.should_stop():
+                raise Stopped
+        if self._evaluated_at != self.step:
+            self.evaluate()
+        self.save()
         return self.progress.total
 
     def evaluate(self) -> None:
-        """Evaluate the agent as it is, record the outcome, and save what was learned."""
+        """Evaluate the agent as it is and record the outcome."""
         episodes = self.settings.eval_episodes
         self.recorder.announce(f"evaluating {episodes} episodes ...")
         round, watch = self.progress.total.eval_rounds, self.collector.envs.check_alive
@@ -123,10 +143,46 @@ class Trainer:
             outcome = self.last_evaluation = self.evaluator.evaluate(episodes, round, take_picture, watch)
         self.progress.advance(eval_rounds=1, eval_episodes=episodes, eval_steps=int(outcome.lengths.sum()))
         self.recorder.write("eval", self._x_axes(self.progress.view()), **outcome.metrics())
-        if self.progress.total.updates:
-            with self.progress.during(Phase.SAVING), self.timers("save"):
-                self.recorder.check_finite(self.step)
-                self.save(self.step)
+        self._evaluated_at = self.step
+
+    def save(self) -> None:
+        """Save all that continues the run exactly.
+
+        Raises:
+            NonFiniteError: a loss or gradient since the last row is not finite; the last checkpoint stays.
+        """
+        with self.progress.during(Phase.SAVING), self.timers("save"):
+            self.recorder.check_finite(self.step)
+            self.saver.save(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that continues the run exactly besides agent and replay, between two iterations."""
+        schedules = (self.should_log, self.should_evaluate, self.updates_due)
+        return {
+            "collector": self.collector.state_dict(),
+            "progress": self.progress.state_dict(),
+            "recorder": self.recorder.state_dict(),
+            "timers": self.timers.state_dict(),
+            "schedules": [schedule.state_dict() for schedule in schedules],
+            "seeding_ended": self._seeding_ended,
+            "evaluated_at": self._evaluated_at,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; agent and replay are loaded by then."""
+        schedules = (self.should_log, self.should_evaluate, self.updates_due)
+        for schedule, saved in zip(schedules, state["schedules"], strict=True):
+            schedule.load_state_dict(saved)
+        self._seeding_ended, self._evaluated_at = state["seeding_ended"], state["evaluated_at"]
+        self.progress.load_state_dict(state["progress"])
+        self.recorder.load_state_dict(state["recorder"], self.agent.device)
+        self.timers.load_state_dict(state["timers"])
+        for env in self.collector.load_state_dict(state["collector"]):
+            self.recorder.announce(
+                f"environment {env} has randomness of its own and did not come back to where it was: its episode "
+                "counts as truncated there"
+            )
+        self._window_began = self.progress.view()
 
     def pretrain(self) -> None:
         """End the seeding phase and make the updates that its steps have earned."""

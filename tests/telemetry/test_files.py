@@ -25,8 +25,8 @@ def steps_of(path):
     return [row["step"] for row in rows_of(path)]
 
 
-def write(path, *rows, resume_step=None, sink=JsonLines):
-    opened = sink(path, resume_step)
+def write(path, *rows, keep_bytes=None, sink=JsonLines):
+    opened = sink(path, keep_bytes)
     for one in rows:
         opened.write(one)
     opened.close()
@@ -78,29 +78,45 @@ def test_a_last_row_cut_anywhere_by_a_kill_is_removed_and_the_rows_before_it_sta
         assert rows_of(path) == [row(1), row(3)]
 
 
-def test_a_resume_drops_the_rows_after_its_checkpoint_and_no_others(path):
-    write(path, row(1), evaluation(2, 5.0), row(2), row(3), evaluation(4, 6.0))
-    write(path, row(3, again=True), resume_step=2)
-    assert rows_of(path) == [row(1), evaluation(2, 5.0), row(2), row(3, again=True)]
+def size_of(*rows):
+    return sum(len(json.dumps(one)) + 1 for one in rows)
+
+
+def test_a_resume_drops_what_came_after_its_checkpoint_also_of_the_same_step(path):
+    first = [row(1), evaluation(2, 5.0), row(2)]
+    write(path, *first, evaluation(2, 7.0), row(3))
+    write(path, row(3, again=True), keep_bytes=size_of(*first))
+    assert rows_of(path) == [*first, row(3, again=True)]
+
+
+def test_the_position_is_where_a_resume_keeps_up_to(path):
+    sink = JsonLines(path)
+    sink.write(row(1))
+    position = sink.position
+    sink.write(row(2))
+    sink.close()
+    write(path, keep_bytes=position)
+    assert rows_of(path) == [row(1)]
 
 
 def test_a_resume_before_the_first_row_drops_all(path):
     write(path, row(1), row(2))
-    write(path, resume_step=0)
+    write(path, keep_bytes=0)
     assert path.read_bytes() == b""
 
 
 def test_a_resume_keeps_a_file_that_needs_no_repair_as_it_is(path):
     write(path, row(1))
     inode = path.stat().st_ino
-    write(path, resume_step=1)
+    write(path, keep_bytes=size_of(row(1)))
+    write(path, keep_bytes=10_000)
     assert path.stat().st_ino == inode
 
 
 def test_lines_that_are_no_rows_survive_a_resume(path):
     foreign = b'# a note\rof mine\n[1]\n{"step": null}\n\0\0\0\n\n'
     path.write_bytes(foreign + b'{"step": 9}\n')
-    write(path, resume_step=5)
+    write(path, keep_bytes=len(foreign))
     assert path.read_bytes() == foreign
 
 
@@ -114,7 +130,7 @@ def test_a_kill_during_the_repair_leaves_the_old_file(path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            JsonLines(path, resume_step=1)
+            JsonLines(path, keep_bytes=size_of(row(1)))
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
 
@@ -122,7 +138,7 @@ def test_a_kill_during_the_repair_leaves_the_old_file(path, monkeypatch):
 def test_what_a_kill_during_the_repair_left_behind_does_no_harm(path):
     write(path, row(1), row(2))
     path.with_name("metrics.jsonl.tmp").write_bytes(b'{"step": 7')
-    write(path, resume_step=1)
+    write(path, keep_bytes=size_of(row(1)))
     assert rows_of(path) == [row(1)]
     assert list(path.parent.iterdir()) == [path]
 
@@ -236,7 +252,7 @@ def test_eval_csv_has_no_line_for_an_evaluation_without_a_return(tmp_path):
 def test_eval_csv_drops_what_a_resume_evaluates_again_and_keeps_its_header(tmp_path):
     path = tmp_path / "eval.csv"
     write(path, evaluation(0, 1.0), evaluation(2000, 812.25), evaluation(4000, 900.5), sink=EvalCsv)
-    write(path, evaluation(4000, 900.0), resume_step=2000, sink=EvalCsv)
+    write(path, evaluation(4000, 900.0), keep_bytes=len("step,episode_reward\n0,1.0\n2000,812.25\n"), sink=EvalCsv)
     assert path.read_text() == "step,episode_reward\n0,1.0\n2000,812.25\n4000,900.0\n"
 
 

@@ -1,91 +1,134 @@
-import shutil
-from pathlib import Path
+import contextlib
+import errno
+import json
+import os
 
 import pytest
 import torch
 
-from tdmpc.training.checkpoint import CheckpointError, check_sizes, load_weights, save_weights
-from tests.agent.builders import make_agent
-from tests.agent.test_learner import batch
-from tests.agent.test_planner import randomise
-
-GOLDEN = Path(__file__).parents[1] / "golden"
+from tdmpc.training.checkpoint import Checkpoints, load_newest
+from tdmpc.training.weights import CheckpointError
 
 
-def test_weights_come_back_as_they_were(tmp_path):
-    agent = randomise(make_agent())
-    agent.update(batch())
-    agent.lifetime.steps = 12
-    path = save_weights(tmp_path, 12, agent.weights())
-    other = make_agent(seed=5)
-    other.load_weights(load_weights(str(tmp_path)))
-    assert all(torch.equal(value, other.model.state_dict()[key]) for key, value in agent.model.state_dict().items())
-    assert torch.equal(other.learner.scale.value, agent.learner.scale.value)
-    assert other.lifetime == agent.lifetime
-    assert path == tmp_path / "checkpoints/12/weights.pt"
-    assert torch.load(path, weights_only=True)["format"] == 1
+def content(value):
+    return {"a.pt": {"x": torch.full((3,), float(value))}, "b.json": {"value": value}}
 
 
-def test_file_checkpoint_folder_and_run_directory_name_the_same_weights(tmp_path):
-    path = save_weights(tmp_path, 7, make_agent().weights())
-    for source in (path, path.parent, tmp_path):
-        assert load_weights(str(source))["network"]["latent_dim"] == 16
+@pytest.fixture
+def checkpoints(tmp_path):
+    return Checkpoints(tmp_path, keep=2)
 
 
-def test_the_newest_checkpoint_replaces_the_older_ones_and_nothing_half_written_stays(tmp_path):
-    for step in (5, 10, 100):
-        save_weights(tmp_path, step, make_agent().weights())
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["100"]
-    assert [path.name for path in (tmp_path / "checkpoints/100").iterdir()] == ["weights.pt"]
+def names(checkpoints):
+    return sorted(path.name for path in checkpoints.folder.iterdir())
 
 
-@pytest.mark.parametrize("name", ["q2", "q2_episodic", "q5_policy"])
-def test_published_files_load(name):
-    weights = load_weights(str(GOLDEN / f"{name}.pt"))
-    agent = make_agent(network=weights["network"])
-    agent.load_weights(weights)
-    assert agent.network.observation_size == 11
+def test_a_checkpoint_comes_back_as_it_was(checkpoints):
+    size = checkpoints.save(40, content(4))
+    loaded = checkpoints.load(40)
+    assert torch.equal(loaded["a.pt"]["x"], torch.full((3,), 4.0))
+    assert loaded["b.json"] == {"value": 4}
+    assert size == sum((checkpoints.folder / "40" / name).stat().st_size for name in content(4))
+    assert (checkpoints.folder / "latest").read_text() == "40"
 
 
-def refused(source) -> str:
-    with pytest.raises(CheckpointError) as refusal:
-        load_weights(str(source))
-    message = str(refusal.value)
-    assert "\n" not in message
-    assert message.startswith(f"checkpoint={source}: ")
-    return message
+def test_only_the_newest_are_kept(checkpoints):
+    for step in (5, 40, 100):
+        checkpoints.save(step, content(step))
+        checkpoints.prune()
+    assert names(checkpoints) == ["100", "40", "latest"]
+    assert checkpoints.steps() == [40, 100]
 
 
-def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path):
-    assert "does not exist" in refused(tmp_path / "nowhere")
-    assert "holds no checkpoint" in refused(tmp_path)
-    (tmp_path / "text.pt").write_text("no weights")
-    assert "cannot be read" in refused(tmp_path / "text.pt")
-    torch.save([1, 2], tmp_path / "list.pt")
-    assert "holds no checkpoint" in refused(tmp_path / "list.pt")
-    torch.save({"model": {}}, tmp_path / "empty.pt")
-    assert "neither" in refused(tmp_path / "empty.pt")
+def test_one_of_the_same_step_is_replaced(checkpoints):
+    checkpoints.save(40, content(1))
+    checkpoints.save(40, content(2))
+    assert checkpoints.load(40)["b.json"] == {"value": 2}
+    assert names(checkpoints) == ["40", "latest"]
 
 
-def test_a_truncated_file_is_refused_in_one_line(tmp_path):
-    shutil.copy(GOLDEN / "q2.pt", tmp_path / "cut.pt")
-    content = (tmp_path / "cut.pt").read_bytes()
-    (tmp_path / "cut.pt").write_bytes(content[: len(content) // 2])
-    assert "cannot be read" in refused(tmp_path / "cut.pt")
+@pytest.mark.parametrize("call", range(1, 9))
+def test_a_kill_at_any_moment_leaves_a_checkpoint_whole_or_not_there(checkpoints, monkeypatch, call):
+    """A kill is an exception that nothing catches, before the n-th call that makes something durable."""
+    checkpoints.save(20, content(2))
+    calls = iter(range(1, 100))
+    fsync, rename = os.fsync, os.rename
+
+    def dying(function):
+        def wrapped(*args, **kwargs):
+            if next(calls) >= call:
+                raise KeyboardInterrupt
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", dying(fsync))
+        patch.setattr(os, "rename", dying(rename))
+        patch.setattr(Checkpoints, "_remove_parts", lambda self: None)
+        with contextlib.suppress(KeyboardInterrupt):
+            checkpoints.save(40, content(4))
+    survivor = Checkpoints(checkpoints.folder.parent, keep=2)
+    assert survivor.steps() in ([20], [20, 40])
+    for step in survivor.steps():
+        assert survivor.load(step)["b.json"] == {"value": step // 10}
+    survivor.save(60, content(6))
+    assert not [name for name in names(survivor) if name.endswith(".part")]
+    assert survivor.load(60)["b.json"] == {"value": 6}
 
 
-def test_a_file_that_would_run_code_is_not_run(tmp_path):
-    torch.save({"model": Path("x")}, tmp_path / "pickle.pt")
-    assert "cannot be read" in refused(tmp_path / "pickle.pt")
+def test_a_full_disk_leaves_the_last_good_one_and_no_rest(checkpoints, monkeypatch):
+    checkpoints.save(20, content(2))
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            checkpoints.save(40, content(4))
+    assert names(checkpoints) == ["20", "latest"]
+    assert checkpoints.load(20)["b.json"] == {"value": 2}
 
 
-def test_a_published_multi_task_model_is_refused(tmp_path):
-    state = torch.load(GOLDEN / "q2.pt", weights_only=True)["model"]
-    torch.save({"model": state | {"_task_emb.weight": torch.zeros(3, 96)}}, tmp_path / "mt.pt")
-    assert "single-task" in refused(tmp_path / "mt.pt")
+def damage_by(name):
+    def truncate(folder):
+        path = folder / "a.pt"
+        path.write_bytes(path.read_bytes()[:-7])
+
+    def flip(folder):
+        path = folder / "a.pt"
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+    def remove(folder):
+        (folder / "b.json").unlink()
+
+    def garble(folder):
+        (folder / "manifest.json").write_text("{")
+
+    def age(folder):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+
+    return {"truncate": truncate, "flip": flip, "remove": remove, "garble": garble, "age": age}[name]
 
 
-def test_other_sizes_are_refused_with_both(tmp_path):
-    network = make_agent().weights()["network"]
-    with pytest.raises(CheckpointError, match=r"latent_dim 16 \(here 128\), num_q 3 \(here 2\)"):
-        check_sizes("x.pt", network, network | {"latent_dim": 128, "num_q": 2})
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "garble", "age"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_by_name(checkpoints, damage):
+    for step in (20, 40):
+        checkpoints.save(step, content(step))
+    damage_by(damage)(checkpoints.folder / "40")
+    used, warnings = [], []
+    assert load_newest(checkpoints, lambda step, state: used.append(state["b.json"]), warnings.append) == 20
+    assert used == [{"value": 20}]
+    assert len(warnings) == 1
+    assert f"checkpoint {checkpoints.folder}/40 is broken" in warnings[0]
+    damage_by(damage)(checkpoints.folder / "20")
+    with pytest.raises(CheckpointError, match="is whole"):
+        load_newest(checkpoints, lambda step, state: None, warnings.append)
+
+
+def test_without_checkpoints_there_is_nothing_to_load(checkpoints):
+    assert load_newest(checkpoints, lambda step, state: None, print) is None

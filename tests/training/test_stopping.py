@@ -1,0 +1,32 @@
+import os
+import signal
+
+import pytest
+
+from tdmpc.training.stopping import StopRequest
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_a_signal_asks_to_stop_and_names_the_exit_code(number, code):
+    stop = StopRequest()
+    with stop.listening():
+        assert not stop()
+        os.kill(os.getpid(), number)
+        assert stop()
+    assert stop.exit_code == code
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    stop = StopRequest()
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert stop.signal == signal.SIGTERM
+
+
+def test_what_the_signals_did_before_comes_back():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    with StopRequest().listening():
+        pass
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
