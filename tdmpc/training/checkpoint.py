@@ -13,6 +13,7 @@ A run keeps them as::
     <run directory>/replay/     the segments, shared by the checkpoints
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -90,9 +91,13 @@ class Checkpoints:
         manifest = _manifest(folder)
         return {name: _read(folder / name, expected) for name, expected in manifest["files"].items()}
 
-    def index(self, step: int, name: str) -> Any:
-        """Return one JSON file of a checkpoint."""
-        return json.loads((self.folder / str(step) / name).read_text())
+    def read_json(self, name: str) -> list[Any]:
+        """Return a JSON file of every checkpoint that has it undamaged."""
+        contents = []
+        for step in self.steps():
+            with contextlib.suppress(OSError, ValueError):
+                contents.append(json.loads((self.folder / str(step) / name).read_text(encoding="utf-8")))
+        return contents
 
     def _remove_parts(self) -> None:
         for path in self.folder.glob(f"*{PART}"):
@@ -146,7 +151,7 @@ def _write(folder: Path, step: int, state: State) -> int:
         if path.suffix == ".json":
             path.write_text(json.dumps(content), encoding="utf-8")
         else:
-            torch.save(content, path)
+            _write_tensors(path, content)
         sync(path)
         files[name] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
     manifest = {"format": FORMAT, "step": step, "files": files}
@@ -154,6 +159,13 @@ def _write(folder: Path, step: int, state: State) -> int:
     sync(folder / MANIFEST)
     sync(folder)
     return sum(file["bytes"] for file in files.values())
+
+
+def _write_tensors(path: Path, content: Any) -> None:
+    try:
+        torch.save(content, path)
+    except RuntimeError as error:  # what torch makes of a full disk
+        raise OSError(f"{path.name}: {str(error).splitlines()[0]}") from error
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Saver:
             return False
         trainer.recorder.record("save/bytes", size)
         self.checkpoints.prune()
-        self.replay.prune([self.checkpoints.index(step, "replay.json") for step in self.checkpoints.steps()])
+        self.replay.prune(self.checkpoints.read_json("replay.json"))
         return True
 
     def restore(self, trainer: "Trainer", step: int, content: dict[str, Any]) -> None:

@@ -132,3 +132,16 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_by_name(checkpoints, 
 
 def test_without_checkpoints_there_is_nothing_to_load(checkpoints):
     assert load_newest(checkpoints, lambda step, state: None, print) is None
+
+
+def test_a_disk_that_fills_up_while_tensors_are_written_is_an_error_of_the_system(checkpoints):
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpoints.save(20, content(2))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"a\.pt"):
+            checkpoints.save(40, {"a.pt": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(checkpoints) == ["20", "latest"]
