@@ -11,7 +11,7 @@ from tdmpc.telemetry.window import OTHER, SectionStats, Window
 
 def table(total: Window) -> str:
     """Return the sections of a whole run as a table, the longest first at every level."""
-    lines = [f"{'section':<28}{'total':>10}{'share':>8}{'calls':>10}{'mean':>11}{'max':>11}"]
+    lines = [f"{'section':<28}{'total':>10}{'share':>8}{'calls':>10}{'mean':>15}{'max':>14}"]
     lines += [_table_line(path, total.sections[path]) for path in _by_time(total)]
     if total.wall_s > 0:
         lines.append(f"{OTHER:<28}{total.other_s:>8.1f} s{total.other_share:>8.1%}")
@@ -70,4 +70,4 @@ def _table_line(path: str, stats: SectionStats) -> str:
     line = f"{name:<28}{stats.total_s:>8.1f} s{stats.share:>8.1%}{stats.count:>10,}"
     if stats.mean_s is None or stats.max_s is None:
         return line
-    return f"{line}{1000 * stats.mean_s:>8.2f} ms{1000 * stats.max_s:>8.0f} ms"
+    return f"{line}{1000 * stats.mean_s:>12.2f} ms{1000 * stats.max_s:>11.0f} ms"
