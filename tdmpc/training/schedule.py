@@ -20,10 +20,14 @@ class Every:
 
     def __call__(self, count: int) -> bool:
         """Tell whether `count` has reached the next point; if so, move on to the one after it."""
-        due = count >= self.next
+        due = self.due(count)
         if due:
             self.last = count
         return due
+
+    def due(self, count: int) -> bool:
+        """Tell whether `count` has reached the next point, and leave it at that."""
+        return count >= self.next
 
     @property
     def next(self) -> int:

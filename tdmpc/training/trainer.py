@@ -95,11 +95,6 @@ class Trainer:
         """Whether all steps are done."""
         return self.step >= self.settings.steps
 
-    @property
-    def seeding(self) -> bool:
-        """Whether the seeding phase is not over."""
-        return self._seeding_ended is None
-
     def train(self) -> Counts:
         """Train until `steps` are done and return how far it came.
 
@@ -110,40 +105,59 @@ class Trainer:
             EnvironmentCrash: an environment failed in a way that is not part of the task.
             NonFiniteError: a loss or a gradient is not a finite number.
         """
-        self.progress.enter(Phase.SEEDING if self.seeding else Phase.TRAINING)
         while not self.finished:
-            if self.should_evaluate(self.step):
+            self.progress.enter(self._phase)
+            if self.should_evaluate.due(self.step):
                 self.evaluate()
-            if self.seeding and self.step >= self.settings.seed_steps:
+            if self._phase == Phase.PRETRAINING:
                 self.pretrain()
-            self.collector.begin_step(random=self.seeding)
+            self.collector.begin_step(random=self._phase == Phase.SEEDING)
             self._update()
             self._advance(self.collector.end_step())
             if self.should_log(self.step) or self.finished:
                 self._log("train")
-            if self.saver.due(self.step) or self.should_stop():
-                self.save()
-            if self.should_stop():
-                raise Stopped
+            self._save_if_due()
         if self._evaluated_at != self.step:
             self.evaluate()
         self.save()
         return self.progress.total
 
     def evaluate(self) -> None:
-        """Evaluate the agent as it is and record the outcome."""
-        episodes = self.settings.eval_episodes
+        """Evaluate the agent as it is and record the outcome.
+
+        A stop does not wait for the end: the evaluation is abandoned and made when the run continues. Nothing is lost,
+        for its episodes depend on its round alone.
+        """
+        episodes, round = self.settings.eval_episodes, self.progress.total.eval_rounds
         self.recorder.announce(f"evaluating {episodes} episodes ...")
-        round, watch = self.progress.total.eval_rounds, self.collector.envs.check_alive
         with (
             self.progress.during(Phase.EVALUATION),
             self.timers("evaluate"),
             self.videos.film(self.step) as take_picture,
         ):
-            outcome = self.last_evaluation = self.evaluator.evaluate(episodes, round, take_picture, watch)
+            outcome = self.evaluator.evaluate(episodes, round, take_picture, self._watch)
+        self.last_evaluation, self._evaluated_at = outcome, self.step
+        self.should_evaluate(self.step)
         self.progress.advance(eval_rounds=1, eval_episodes=episodes, eval_steps=int(outcome.lengths.sum()))
         self.recorder.write("eval", self._x_axes(self.progress.view()), **outcome.metrics())
-        self._evaluated_at = self.step
+
+    def _watch(self) -> None:
+        """Look after what must not wait for the end of an evaluation."""
+        self.collector.envs.check_alive()
+        if self.should_stop():
+            self._save_if_due()
+
+    def _save_if_due(self) -> None:
+        """Save the run when it is time; a stop saves it too.
+
+        Raises:
+            Stopped: the run is to stop, and is saved.
+        """
+        stop = self.should_stop()
+        if stop or self.saver.due(self.step):
+            self.save()
+        if stop:
+            raise Stopped
 
     def save(self) -> None:
         """Save all that continues the run exactly.
@@ -185,16 +199,28 @@ class Trainer:
         self._window_began = self.progress.view()
 
     def pretrain(self) -> None:
-        """End the seeding phase and make the updates that its steps have earned."""
-        self._seeding_ended = self.step
-        updates = Ratio(self.settings.steps_per_update)(self.settings.seed_steps)
-        self.recorder.announce(f"pretraining: {updates} updates on {self.step} random steps ...")
-        self.progress.enter(Phase.PRETRAINING)
+        """Make the updates that the steps of the seeding phase have earned; it can stop and continue in between."""
+        total, done = self._pretraining_updates, self.progress.total.pretraining_updates
+        self.recorder.announce(f"pretraining: {total - done:,} updates on {self.step:,} random steps ...")
         with self.timers("pretrain"):
-            self._run_updates(updates)
-        self.progress.advance(pretraining_updates=updates)
+            for _ in range(total - done):
+                self._run_updates(1)
+                self.progress.advance(pretraining_updates=1)
+                self._save_if_due()
+        self._seeding_ended = self.step
         self._log("pretrain")
         self.progress.enter(Phase.TRAINING)
+
+    @property
+    def _pretraining_updates(self) -> int:
+        return Ratio(self.settings.steps_per_update)(self.settings.seed_steps)
+
+    @property
+    def _phase(self) -> Phase:
+        """The phase that the next step belongs to."""
+        if self._seeding_ended is not None:
+            return Phase.TRAINING
+        return Phase.SEEDING if self.step < self.settings.seed_steps else Phase.PRETRAINING
 
     def _update(self) -> None:
         """Make the updates due once the step under way has ended."""

@@ -13,6 +13,7 @@ from tdmpc import runs
 from tdmpc.config import TrainConfig, run_directory
 from tdmpc.keys import ConfigError
 from tdmpc.training.checkpoint import Checkpoints
+from tdmpc.training.progress import Phase
 from tdmpc.training.run_directory import RunDirectoryError
 from tests.training.builders import TINY
 
@@ -26,7 +27,7 @@ class Outcome:
         self.trainer, self.text, self.code = trainer, text, code
 
 
-def train(monkeypatch, root, *, stop_at=None, task="gym:tests.toys:ToyRepeatable-v0", **keys):
+def train(monkeypatch, root, *, stop_at=None, stop_when=None, task="gym:tests.toys:ToyRepeatable-v0", **keys):
     """Run a whole command in this process, stopping it at a step as a signal would."""
     defaults = {
         "num_envs": 3, "steps_per_update": 4, "episodic": True, "vector": "sync", "seed_steps": 40, "steps": 240,
@@ -37,7 +38,10 @@ def train(monkeypatch, root, *, stop_at=None, task="gym:tests.toys:ToyRepeatable
 
     def build(*args, should_stop, **kwargs):
         trainer = real_build(*args, should_stop=should_stop, **kwargs)
-        trainer.should_stop = lambda: stop_at is not None and trainer.step >= stop_at
+        if stop_when is not None:
+            trainer.should_stop = lambda: stop_when(trainer)
+        else:
+            trainer.should_stop = lambda: stop_at is not None and trainer.step >= stop_at
         built.append(trainer)
         return trainer
 
@@ -125,6 +129,29 @@ def assert_continues_exactly(monkeypatch, tmp_path, stops, **keys):
 @pytest.mark.parametrize("stops", [[21], [42], [45], [150], [123], [30, 99, 201]])
 def test_a_stopped_run_ends_with_the_same_bits(monkeypatch, tmp_path, stops):
     assert_continues_exactly(monkeypatch, tmp_path, stops)
+
+
+def test_a_stop_in_the_middle_of_pretraining_does_not_wait_for_its_end(monkeypatch, tmp_path):
+    unbroken = train(monkeypatch, tmp_path / "a")
+    train(monkeypatch, tmp_path / "b", stop_when=lambda trainer: trainer.progress.total.updates == 4)
+    stopped = train(monkeypatch, tmp_path / "b", stop_when=lambda trainer: trainer.progress.total.updates == 7)
+    assert "stopped by request after 42 steps" in stopped.text
+    continued = train(monkeypatch, tmp_path / "b")
+    assert "pretraining: 3 updates on 42 random steps" in continued.text
+    assert_same(state_of(unbroken.trainer), state_of(continued.trainer))
+    assert rows_of(tmp_path / "a") == rows_of(tmp_path / "b")
+
+
+@pytest.mark.parametrize("point", [0, 51, 240])
+def test_a_stop_in_the_middle_of_an_evaluation_abandons_it_and_it_is_made_afterwards(monkeypatch, tmp_path, point):
+    unbroken = train(monkeypatch, tmp_path / "a")
+    evaluating = lambda trainer: trainer.step == point and trainer.progress._phase == Phase.EVALUATION  # noqa: E731
+    stopped = train(monkeypatch, tmp_path / "b", stop_when=evaluating)
+    assert f"stopped by request after {point} steps" in stopped.text
+    assert point not in [row["step"] for row in rows_of(tmp_path / "b") if row["kind"] == "eval"]
+    continued = train(monkeypatch, tmp_path / "b")
+    assert_same(state_of(unbroken.trainer), state_of(continued.trainer))
+    assert rows_of(tmp_path / "a") == rows_of(tmp_path / "b")
 
 
 def test_also_with_environments_in_processes(monkeypatch, tmp_path):
