@@ -139,9 +139,8 @@ def _run(trainer: Trainer, run: Path, config: TrainConfig, stop: StopRequest) ->
         trainer.train()
     except Stopped:
         _report(trainer, run, "stopped")
-        announce(
-            f"stopped by {stop.signal and stop.signal.name} after {trainer.step:,} steps; the same command continues"
-        )
+        name = stop.signal.name if stop.signal else "request"
+        announce(f"stopped by {name} after {trainer.step:,} steps; the same command continues")
         raise SystemExit(stop.exit_code) from None
     except (EmptyReplayError, UnexpectedTerminationError):
         if trainer.progress.total.updates == 0:

@@ -30,8 +30,15 @@ def command(script, *arguments):
     return [sys.executable, str(REPOSITORY / "scripts" / script), *arguments]
 
 
+def environment():
+    """Return the variables of a user's shell; the tests before may have set MUJOCO_GL for this process."""
+    return {name: value for name, value in os.environ.items() if name != "MUJOCO_GL"}
+
+
 def run(cwd, script, *arguments):
-    return subprocess.run(command(script, *arguments), cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command(script, *arguments), cwd=cwd, capture_output=True, text=True, timeout=120, env=environment()
+    )
 
 
 def test_train_then_evaluate_then_train_on_from_the_weights(tmp_path):
@@ -271,7 +278,7 @@ def test_a_task_that_cannot_be_drawn_is_trained_without_videos(tmp_path):
     assert not list(tmp_path.rglob("*.mp4"))
 
 
-def start(cwd, *arguments, **environment):
+def start(cwd, *arguments, **variables):
     """Start a run in a process group of its own."""
     return subprocess.Popen(
         command("train.py", *arguments),
@@ -280,7 +287,7 @@ def start(cwd, *arguments, **environment):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+        env={**environment(), "PYTHONUNBUFFERED": "1", **variables},
     )
 
 

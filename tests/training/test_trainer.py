@@ -10,6 +10,8 @@ from tdmpc.replay import EmptyReplayError
 from tdmpc.seeding import Seeds, Stream
 from tdmpc.telemetry.recorder import NonFiniteError
 from tdmpc.training.collector import UnexpectedTerminationError
+from tdmpc.training.saver import NoSaver
+from tdmpc.training.schedule import Every
 from tests.training.builders import logged_truth, toy_trainer
 
 
@@ -210,7 +212,7 @@ def test_an_update_sees_all_but_the_step_under_way(tmp_path):
     """Also in this process, so that all modes of stepping learn from the same data."""
     seen = []
     with toy_trainer(tmp_path, num_envs=3, steps_per_update=3, steps=90) as (trainer, _):
-        trainer.should_evaluate = lambda step: False
+        trainer.should_evaluate = Every(10**9, start=10**9)
         update, progress = trainer.agent.update, trainer.progress
 
         def spy(batch):
@@ -245,21 +247,28 @@ def test_a_dead_environment_is_noticed_between_updates(tmp_path):
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(tmp_path):
     saved = []
-    with toy_trainer(tmp_path, num_envs=2, steps=200, eval_freq=60, log_freq=1000) as (trainer, _):
-        trainer.save = saved.append
+
+    class EverySixty(NoSaver):
+        def due(self, step):
+            return step % 60 == 0
+
+        def save(self, trainer):
+            saved.append(trainer.step)
+
+    with toy_trainer(tmp_path, num_envs=2, steps=200, log_freq=1000) as (trainer, _):
+        trainer.saver = EverySixty()
         update = trainer.agent.update
 
         def spoil(batch):
             metrics = update(batch)
-            if trainer.progress.total.updates == 50:
+            if trainer.progress.total.updates == 110:
                 metrics["reward_loss"] = torch.tensor(torch.nan)
             return metrics
 
         trainer.agent.update = spoil
-        with pytest.raises(NonFiniteError, match="train/reward_loss is nan"):
+        with pytest.raises(NonFiniteError, match=r"train/reward_loss is nan in the window that ends at step 120"):
             trainer.train()
-    assert trainer.step == 60
-    assert saved == []
+    assert saved == [60]
 
 
 def test_the_loop_uses_the_seeds_of_these_streams(tmp_path):
