@@ -61,7 +61,7 @@ def train(config: TrainConfig) -> None:
         stack.enter_context(claim(run))
         positions = _continue(origin, run, trainer) if origin else forget(run)
         describe(run, to_yaml(config))
-        _add_sinks(recorder, run, config, positions or {})
+        _add_sinks(recorder, run, config, positions or {}, trainer.step if origin else None)
         recorder.announce(f"run directory: {run}")
         with stop.listening():
             _run(trainer, run, config, stop)
@@ -111,11 +111,13 @@ def _continue(origin: Origin, run: Path, trainer: Trainer) -> dict[str, int]:
     return positions
 
 
-def _add_sinks(recorder: Recorder, run: Path, config: TrainConfig, positions: dict[str, int]) -> None:
+def _add_sinks(
+    recorder: Recorder, run: Path, config: TrainConfig, positions: dict[str, int], resume_step: int | None
+) -> None:
     recorder.add_sink(JsonLines(run / "metrics.jsonl", positions.get("JsonLines")))
     recorder.add_sink(EvalCsv(run / "eval.csv", positions.get("EvalCsv")))
     if config.log.tensorboard:
-        recorder.add_sink(Background(TensorBoard(run / "tensorboard")))
+        recorder.add_sink(Background(TensorBoard(run / "tensorboard", resume_step)))
     if config.enable_wandb:
         recorder.add_sink(Background(_wandb(run, config)))
 
