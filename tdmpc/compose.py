@@ -1,5 +1,7 @@
 """Put the parts together as a configuration says. The parts do not know each other, nor the configuration."""
 
+import os
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -12,6 +14,7 @@ import torch
 
 from envs import RenderError, VectorEnv, make_vector
 from tdmpc.agent.agent import TDMPC2
+from tdmpc.agent.compute import Compute, has_fast_bf16
 from tdmpc.agent.settings import LearnerSettings, NetworkSettings, PlannerSettings, discount_factor, pick
 from tdmpc.config import EvaluateConfig, TrainConfig
 from tdmpc.keys import ConfigError
@@ -31,6 +34,7 @@ from tdmpc.training.trainer import Trainer, TrainerSettings
 from tdmpc.training.weights import check_sizes, load_weights
 
 NOT_SIZES = ("log_std_min", "log_std_max", "vmin", "vmax")
+MIN_COMPILED_CALLS = 3000  # plans and updates that take about as long, uncompiled, as compiling does the first time
 MAX_EVAL_ENVS = 10  # evaluation environments that are stepped together; more episodes run in groups
 
 
@@ -46,6 +50,32 @@ def set_up_torch(config: TrainConfig | EvaluateConfig) -> torch.device:
         raise ConfigError("device=cuda: torch finds no CUDA device; allowed here: auto, cpu")
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if cuda else "cpu")
+
+
+def choose_compute(
+    config: TrainConfig | EvaluateConfig, device: torch.device, calls: float, announce: Callable[[str], None]
+) -> Compute:
+    """Return how to compute.
+
+    Args:
+        config: the keys `compile`, `compile_mode`, `precision` and `update_precision`.
+        device: where to.
+        calls: how many plans and updates there will be; compiling must pay within them.
+        announce: is told what cannot be had.
+    """
+    compile = config.compile == "true" or (config.compile == "auto" and calls >= MIN_COMPILED_CALLS)
+    if compile and shutil.which(os.environ.get("CXX", "g++")) is None:
+        announce("warning: compile: there is no C++ compiler (g++, or what CXX names), going on without")
+        compile = False
+    mode = config.compile_mode or ("reduce-overhead" if device.type == "cuda" else None)
+
+    def dtype(precision: str) -> torch.dtype:
+        # Uncompiled on a CPU, the conversions eat up what the products gain.
+        auto = has_fast_bf16(device) and (compile or device.type == "cuda")
+        return torch.bfloat16 if precision == "bf16" or (precision == "auto" and auto) else torch.float32
+
+    update_precision = config.update_precision or config.precision
+    return Compute(dtype(config.precision), dtype(update_precision), compile, mode if mode != "default" else None)
 
 
 def build_trainer(
@@ -75,7 +105,10 @@ def build_trainer(
     network, weights = _network_and_weights(config, eval_envs)
     _check_memory(config, eval_envs, device, recorder)
     envs = stack.enter_context(make_vector(config.task, config.num_envs, vector=config.vector, options=config.env))
-    agent = _build_agent(config, network, pick(LearnerSettings, config), envs.max_episode_steps, seeds, device, timers)
+    calls = config.steps / config.num_envs + config.steps / config.steps_per_update
+    compute = choose_compute(config, device, calls, recorder.announce)
+    learner, episode_length = pick(LearnerSettings, config), envs.max_episode_steps
+    agent = _build_agent(config, network, learner, compute, episode_length, seeds, device, timers)
     if weights is not None:
         agent.load_weights(weights)
     replay = ReplayBuffer(
@@ -146,7 +179,9 @@ def build_evaluator(config: EvaluateConfig, stack: ExitStack) -> Evaluator:
     envs = stack.enter_context(_make_eval_envs(config, min(config.num_envs, config.eval_episodes)))
     here = {"observation_size": envs.observation_size, "action_size": envs.action_size}
     check_sizes(config.checkpoint, weights["network"], here)
-    agent = _build_agent(config, network, None, envs.max_episode_steps, seeds, device, timers)
+    calls = config.eval_episodes / envs.num_envs * envs.max_episode_steps
+    compute = choose_compute(config, device, calls, print)
+    agent = _build_agent(config, network, None, compute, envs.max_episode_steps, seeds, device, timers)
     agent.load_weights(weights)
     return Evaluator(agent, envs, seeds, timers)
 
@@ -155,6 +190,7 @@ def _build_agent(
     config: TrainConfig | EvaluateConfig,
     network: NetworkSettings,
     learner: LearnerSettings | None,
+    compute: Compute,
     episode_length: int,
     seeds: Seeds,
     device: torch.device,
@@ -170,6 +206,7 @@ def _build_agent(
         init_seed=seeds.integer(Stream.INIT),
         update_seed=seeds.integer(Stream.UPDATE),
         device=device,
+        compute=compute,
         section=timers,
     )
 

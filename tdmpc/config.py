@@ -5,11 +5,11 @@ Names and defaults are those that the authors of TD-MPC2 publish, as far as they
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
-from tdmpc.keys import Section, key, require
+from tdmpc.keys import Key, Section, key, keys_of, require, shown
 
 MODEL_SIZES: dict[int, dict[str, int]] = {
     1: {"num_enc_layers": 2, "enc_dim": 256, "mlp_dim": 384, "latent_dim": 128, "num_q": 2},
@@ -179,6 +179,29 @@ class Machine(Section):
     seed: int = key(1, "Seed of everything that is random.", ge=0)
     device: str = key("auto", "Where to compute; auto takes cuda if there is one.", choices=("auto", "cpu", "cuda"))
     threads: int | None = key(None, "Number of CPU threads of torch; null leaves it to torch.", ge=1)
+    compile: str = key(
+        "auto",
+        "Whether to compile plans and updates; auto does where the run is long enough to gain by it.",
+        choices=("auto", "true", "false"),
+    )
+    compile_mode: str | None = key(
+        None,
+        "Mode of torch.compile; null takes reduce-overhead (CUDA graphs) on a GPU, default on a CPU.",
+        choices=("default", "reduce-overhead", "max-autotune"),
+    )
+    precision: str = key(
+        "auto",
+        "Precision of the products in plans and updates; auto takes bf16 where it is faster.",
+        choices=("auto", "fp32", "bf16"),
+    )
+    update_precision: str | None = key(
+        None, "The same for updates alone; null takes precision.", choices=("auto", "fp32", "bf16")
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.compile, bool):
+            object.__setattr__(self, "compile", shown(self.compile))
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,3 +294,77 @@ def run_directory(config: TrainConfig) -> Path:
     """
     task = UNSAFE_IN_A_NAME.sub("-", config.task).strip("-.")
     return Path(config.run_root) / task / config.exp_name / f"seed-{config.seed}"
+
+
+BENCHMARK_LISTS: dict[str, tuple[Any, ...]] = {
+    "ops": ("plan", "update", "sample", "add", "env_step", "overlap", "merge", "save"),
+    "model_sizes": (1, 5),
+    "num_envs": (1, 4),
+}
+"""What null stands for, in the keys of `Benchmark` and `BenchmarkConfig` that are lists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark(Section):
+    """What is measured and compared.
+
+    A key whose type is a tuple takes a list, or one value for a list of it. Once made, the object holds the list
+    that null stands for.
+    """
+
+    suite: str = key("ops", "What to measure: ops (the operations that training consists of).", choices=("ops",))
+    ops: tuple[str, ...] = key(None, "List of the operations to time; null takes all.", choices=BENCHMARK_LISTS["ops"])
+    model_sizes: tuple[int, ...] = key(
+        None, "List of sizes of the agent, in millions of parameters; null takes 1 and 5.", choices=tuple(MODEL_SIZES)
+    )
+    repeats: int = key(100, "How often an operation is timed at most, after two calls that do not count.", ge=3)
+    budget_s: float = key(5.0, "Seconds after which an operation that was timed 3 times is not timed again.", gt=0)
+    out: str | None = key(None, "JSON file to write; null takes a new one in runs/benchmark.")
+    baseline: str | None = key(None, "Earlier JSON file to compare with; null compares with none.")
+    slower: float = key(1.1, "Ratio to the median in the baseline from which an operation counts as slower.", ge=1)
+    fail_if_slower: bool = key(False, "Whether to exit with code 1 if an operation is slower than in the baseline.")
+
+    def __post_init__(self) -> None:
+        # `Section` has no lists, but leaves a null that is a default alone.
+        lists = [member for member in fields(self) if get_origin(member.type) is tuple]
+        given = {member.name: getattr(self, member.name) for member in lists}
+        for member in lists:
+            object.__setattr__(self, member.name, None)
+        super().__post_init__()
+        for member in lists:
+            one = replace(keys_of(type(self))[member.name], type=get_args(member.type)[0], default=())
+            values = _listed(given[member.name], BENCHMARK_LISTS[member.name], one)
+            object.__setattr__(self, member.name, values)
+        required = not self.fail_if_slower or self.baseline is not None
+        require(required, "fail_if_slower", self.fail_if_slower, "must be false without a baseline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkConfig(Benchmark, Task, Stepping, Training, Planning, Machine):
+    """Everything that scripts/benchmark.py is told; of the keys of training, those count that change a time."""
+
+    num_envs: tuple[int, ...] = key(  # pyright: ignore[reportIncompatibleVariableOverride]
+        None, "List of numbers of environments that are stepped together; null takes 1 and 4.", ge=1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for num_envs in self.num_envs:
+            self.train_config(self.model_sizes[0], num_envs)  # checks the rules of training
+
+    def train_config(self, model_size: int, num_envs: int) -> TrainConfig:
+        """Return the configuration of a run with an agent of one size and so many environments."""
+        shared = {member.name for member in fields(self)} & {member.name for member in fields(TrainConfig)}
+        values: dict[str, Any] = {name: getattr(self, name) for name in shared}
+        # What a run makes besides, it makes as little of as it can.
+        values |= {"model_size": model_size, "num_envs": num_envs, "vector": "sync", "eval_episodes": 1}
+        return TrainConfig(**values)
+
+
+def _listed(value: Any, when_null: tuple[Any, ...], one: Key) -> tuple[Any, ...]:
+    """Convert every value of a list as `one` key would; a value that is no list is a list of it."""
+    if value is None:
+        return when_null
+    values = value if isinstance(value, list | tuple) else [value]
+    require(len(values) > 0, one.name, [], "must not be empty")
+    return tuple(dict.fromkeys(one.convert(item) for item in values))

@@ -1,15 +1,16 @@
 """TD-MPC2: world model, planner and learner behind `act` and `update`."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from tdmpc.agent.learner import Learner, UpdateNoise
-from tdmpc.agent.planner import Imagination, PlannerNoise, PlannerState, plan, shift
+from tdmpc.agent.compute import EAGER, Compute
+from tdmpc.agent.learner import Batch, Learner, UpdateNoise
+from tdmpc.agent.planner import Planner, PlannerNoise, PlannerState
 from tdmpc.agent.settings import LearnerSettings, NetworkSettings, PlannerSettings, Section, no_section
 from tdmpc.agent.world_model import WorldModel
 
@@ -38,6 +39,7 @@ class TDMPC2:
         init_seed: seed of the initial weights.
         update_seed: seed of the noise in updates.
         device: where everything lives.
+        compute: precision of products, and the compiler.
         section: brackets parts of `act` and `update` by name, for whoever wants to measure them.
     """
 
@@ -51,13 +53,15 @@ class TDMPC2:
         init_seed: int,
         update_seed: int,
         device: torch.device,
+        compute: Compute = EAGER,
         section: Section = no_section,
     ) -> None:
         self.network, self.planner, self.discount, self.device = network, planner, discount, device
         self.model = WorldModel(network)
         self.model.initialise(torch.Generator().manual_seed(init_seed))
         self.model.to(device)
-        self._learner = Learner(self.model, learner, discount, section) if learner else None
+        self._learner = Learner(self.model, learner, discount, compute, section) if learner else None
+        self._use(compute)
         self.section = section
         self.lifetime = Lifetime()
         self._generator = torch.Generator(device).manual_seed(update_seed)
@@ -71,7 +75,35 @@ class TDMPC2:
     def initial_state(self, num_envs: int, seed: int) -> PlannerState:
         """Return the state to hand to the first `act` on `num_envs` environments, with its own random stream."""
         mean = torch.zeros(num_envs, self.planner.horizon, self.network.action_size, device=self.device)
-        return PlannerState(mean, torch.Generator(self.device).manual_seed(seed))
+        return PlannerState(mean, torch.Generator(self.device).manual_seed(seed), num_envs)
+
+    def compile(self, num_envs: Collection[int], batch_size: int) -> str | None:
+        """Compile what will be called, plans for these numbers of environments and updates of this batch size.
+
+        Otherwise the first calls do it. Nothing that was learned or drawn changes.
+
+        Returns:
+            Why it could not be done, in one line, if it could not; `compute` is EAGER from then on.
+        """
+        if not self.compute.compile:
+            return None
+        try:
+            for count in num_envs if self.planner.mpc else ():
+                state = self.initial_state(count, seed=0)
+                obs = torch.zeros(count, self.network.observation_size, device=self.device)
+                self.act(obs, state, torch.ones(count, dtype=torch.bool, device=self.device), explore=True)
+            if self._learner is not None:
+                self._learner.compile(batch_size)
+        except Exception as error:  # whatever a compiler and its tool chain come up with
+            self._use(EAGER)
+            return str(error).strip().splitlines()[0]
+        return None
+
+    def _use(self, compute: Compute) -> None:
+        self.compute = compute
+        self._planner = Planner(self.model, self.planner, self.discount, compute)
+        if self._learner is not None:
+            self._learner.use(compute)
 
     @torch.no_grad()
     def act(self, obs: Tensor, state: PlannerState, first: Tensor, explore: bool) -> tuple[Tensor, PlannerState]:
@@ -86,26 +118,33 @@ class TDMPC2:
         Returns:
             Actions `[E, A]` in [-1, 1] and the state for the next call.
         """
-        z = self.model.encode(obs)
         if not self.planner.mpc:
-            return self._act_from_policy(z, state, explore), state
+            return self._act_from_policy(obs, state, explore), state
+        num_envs = len(obs)
+        # What is compiled is compiled for a number of environments: where some have ended, others stand in.
+        lacking = state.capacity - num_envs if self.compute.compile else 0
+        obs, mean, first = (_pad(tensor, lacking) for tensor in (obs, state.mean, first))
         noise = PlannerNoise.draw(
             self.planner, len(obs), self.network.action_size, self.network.num_q, explore, state.generator
         )
         with self.section("plan"):
-            imagination = Imagination(self.model, self.discount)
-            action, mean = plan(imagination, self.planner, z, shift(state.mean, first), noise)
-        return action, PlannerState(mean, state.generator)
+            action, mean = self._planner.plan(obs, mean, first, noise)
+        return action[:num_envs], replace(state, mean=mean[:num_envs])
 
-    def _act_from_policy(self, z: Tensor, state: PlannerState, explore: bool) -> Tensor:
-        shape = (len(z), self.network.action_size)
+    def _act_from_policy(self, obs: Tensor, state: PlannerState, explore: bool) -> Tensor:
+        shape = (len(obs), self.network.action_size)
         noise = torch.randn(shape, generator=state.generator, device=self.device)
-        return self.model.policy_action(z, noise * explore)
+        return self.model.policy_action(self.model.encode(obs), noise * explore)
 
     def update(self, batch: TensorDictBase) -> TensorDict:
-        """Do one update on a batch of slices (see `Learner.update`) and return its metrics, on the device."""
-        noise = UpdateNoise.draw(self.model, self.learner.settings.dropout, batch["action"].shape, self._generator)
-        metrics = self.learner.update(batch, noise)
+        """Do one update on a batch of slices and return its metrics (see `Learner.update`), on the device.
+
+        Args:
+            batch: obs `[H+1, B, O]`, action `[H, B, A]`, reward and terminated `[H, B, 1]`.
+        """
+        slices = Batch(*(batch[name] for name in Batch._fields))
+        noise = UpdateNoise.draw(self.model, self.learner.settings.dropout, slices.action.shape, self._generator)
+        metrics = self.learner.update(slices, noise)
         self.lifetime.updates += 1
         return metrics
 
@@ -133,6 +172,11 @@ class TDMPC2:
         """Continue from a state, after `load_weights` of the same moment."""
         self.learner.load_state_dict(state["learner"])
         self._generator.set_state(state["generator"])
+
+
+def _pad(tensor: Tensor, count: int) -> Tensor:
+    """Add `count` zero rows."""
+    return torch.cat([tensor, tensor.new_zeros(count, *tensor.shape[1:])]) if count else tensor
 
 
 def _copy(tensor: Tensor) -> Tensor:

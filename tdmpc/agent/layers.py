@@ -1,7 +1,7 @@
 """Building blocks of the networks (TD-MPC2, arXiv 2310.16828, section 3.1 and appendix H)."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -65,7 +65,15 @@ class SimNorm(nn.Module):
         return x.unflatten(-1, (self.group_size, -1)).softmax(-2).flatten(-2)
 
 
-class NormedLinear(nn.Linear):
+class Linear(nn.Linear):
+    """Linear layer whose output is float32, whatever precision autocast gives its product."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the layer to `input [..., in]`."""
+        return super().forward(input).float()
+
+
+class NormedLinear(Linear):
     """Linear layer, LayerNorm, activation: `[..., in] -> [..., out]`."""
 
     def __init__(self, in_features: int, out_features: int, activation: nn.Module | None = None) -> None:
@@ -84,12 +92,15 @@ def mlp(
     """Stack `NormedLinear` layers; the last layer is plain linear, or normed when given an activation."""
     sizes = [in_features, *hidden]
     layers: list[nn.Module] = [NormedLinear(i, o) for i, o in itertools.pairwise(sizes)]
-    last = NormedLinear(sizes[-1], out_features, activation) if activation else nn.Linear(sizes[-1], out_features)
+    last = NormedLinear(sizes[-1], out_features, activation) if activation else Linear(sizes[-1], out_features)
     return nn.Sequential(*layers, last)
 
 
 class StackedLayer(NamedTuple):
-    """The same layer of several networks: `weight [Q, out, in]`, the others `[Q, out]`; no norm: plain linear."""
+    """The same layer of several networks: `weight [Q, out, in]`, the others `[Q, out]`; no norm: plain linear.
+
+    The product is made in the precision of `weight`; everything else in float32.
+    """
 
     weight: Tensor
     bias: Tensor
@@ -101,33 +112,43 @@ class StackedLayer(NamedTuple):
         norm = [None if t is None else function(t) for t in (self.ln_weight, self.ln_bias)]
         return StackedLayer(function(self.weight), function(self.bias), *norm)
 
+    def rounded(self, dtype: torch.dtype) -> "StackedLayer":
+        """Return the layer for products of another precision."""
+        return self._replace(weight=self.weight.to(dtype), bias=self.bias.to(dtype))
+
     def product(self, x: Tensor) -> Tensor:
         """Return the linear part for `x [M, in]`, shared by the networks, or `[Q, M, in]`: `[Q, M, out]`."""
-        x = x.expand(self.weight.shape[0], *x.shape[-2:])
+        x = x.to(self.weight.dtype).expand(self.weight.shape[0], *x.shape[-2:])
         return torch.baddbmm(self.bias.unsqueeze(1), x, self.weight.mT)
 
-    def activate(self, h: Tensor) -> Tensor:
-        """Return Mish(LayerNorm(h)) for `h [Q, ..., out]`."""
+    def activate(self, h: Tensor, activation: Callable[[Tensor], Tensor] = mish) -> Tensor:
+        """Return activation(LayerNorm(h)) for `h [Q, ..., out]`, in float32."""
         assert self.ln_weight is not None
         assert self.ln_bias is not None
         affine_shape = (h.shape[0], *[1] * (h.dim() - 2), h.shape[-1])
-        normed = F.layer_norm(h, h.shape[-1:])
-        return mish(torch.addcmul(self.ln_bias.view(affine_shape), normed, self.ln_weight.view(affine_shape)))
+        normed = F.layer_norm(h.float(), h.shape[-1:])
+        return activation(torch.addcmul(self.ln_bias.view(affine_shape), normed, self.ln_weight.view(affine_shape)))
 
 
-def stack_layers(layers: Sequence[nn.Linear]) -> StackedLayer:
+def stack_layers(layers: Sequence[nn.Module]) -> StackedLayer:
     """Stack layers of equal shape, one of each network, so that one batched product serves all of them."""
+    linears = [cast(nn.Linear, layer) for layer in layers]
     norms = [layer.ln for layer in layers if isinstance(layer, NormedLinear)]
     return StackedLayer(
-        torch.stack([layer.weight for layer in layers]),
-        torch.stack([layer.bias for layer in layers]),
+        torch.stack([layer.weight for layer in linears]),
+        torch.stack([layer.bias for layer in linears]),
         torch.stack([ln.weight for ln in norms]) if norms else None,
         torch.stack([ln.bias for ln in norms]) if norms else None,
     )
 
 
+def stack_networks(networks: Sequence[Iterable[nn.Module]], dtype: torch.dtype) -> list[StackedLayer]:
+    """Stack networks of equal shape layer by layer, for products of the given precision."""
+    return [stack_layers(layers).rounded(dtype) for layers in zip(*networks, strict=True)]
+
+
 def run_stacked(layers: Sequence[StackedLayer], x: Tensor, drop: Tensor | None = None) -> Tensor:
-    """Run stacked networks on `x [M, in]`, giving `[Q, M, out]`.
+    """Run stacked networks on `x [M, in]`, giving `[Q, M, out]` in float32.
 
     Args:
         layers: hidden layers (normed, Mish) and a plain last layer.
@@ -140,7 +161,7 @@ def run_stacked(layers: Sequence[StackedLayer], x: Tensor, drop: Tensor | None =
         if i == 0 and drop is not None:
             h = h * drop
         x = layer.activate(h)
-    return last.product(x)
+    return last.product(x).float()
 
 
 class _Norm(nn.Module):

@@ -1,15 +1,16 @@
 """Model predictive path integral control in latent space, for a batch of environments (TD-MPC2, section 3.3)."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tdmpc.agent.layers import draw_heads, stack_layers
+from tdmpc.agent.compute import Compute
+from tdmpc.agent.layers import SimNorm, StackedLayer, draw_heads, run_stacked, stack_layers, stack_networks
 from tdmpc.agent.settings import PlannerSettings
-from tdmpc.agent.world_model import WorldModel
+from tdmpc.agent.world_model import WorldModel, squash
 
 
 @dataclass
@@ -19,10 +20,12 @@ class PlannerState:
     Attributes:
         mean: the last solution of every environment, `[E, H, A]`: the warm start of the next plan.
         generator: the random stream of all noise in acting.
+        capacity: the number of environments at the beginning, of which `select` may have left fewer.
     """
 
     mean: Tensor
     generator: torch.Generator
+    capacity: int
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what continues acting exactly."""
@@ -35,7 +38,7 @@ class PlannerState:
 
     def select(self, index: Tensor) -> "PlannerState":
         """Return the state of the environments that `index [n]` (int64) names, with the same random stream."""
-        return PlannerState(self.mean[index], self.generator)
+        return replace(self, mean=self.mean[index])
 
 
 class PlannerNoise(NamedTuple):
@@ -88,54 +91,92 @@ class Rollout(NamedTuple):
         return Rollout(*(torch.cat(pair, 1) for pair in zip(self, other, strict=True)))
 
 
+class PlanningWeights(NamedTuple):
+    """The weights of a world model as the planner reads them: stacked, and in the precision of its products.
+
+    Reward and dynamics read the same input through hidden layers of the same shape, so these are stacked. `q` has all
+    heads; the other networks are stacks of one.
+    """
+
+    first: StackedLayer
+    hidden: list[StackedLayer]
+    dynamics: StackedLayer
+    reward: StackedLayer
+    policy: list[StackedLayer]
+    q: list[StackedLayer]
+    termination: list[StackedLayer] | None
+
+    @classmethod
+    def of(cls, model: WorldModel, dtype: torch.dtype) -> "PlanningWeights":
+        """Copy the weights of a model."""
+        *dynamics, last_of_dynamics = model.dynamics
+        *reward, last_of_reward = model.reward
+        first, *hidden = stack_networks([dynamics, reward], dtype)
+        return cls(
+            first=first,
+            hidden=hidden,
+            dynamics=stack_layers([last_of_dynamics]).rounded(dtype),
+            reward=stack_layers([last_of_reward]).rounded(dtype),
+            policy=stack_networks([model.policy], dtype),
+            q=[layer.rounded(dtype) for layer in model.q.layers()],
+            termination=stack_networks([model.termination], dtype) if model.termination is not None else None,
+        )
+
+
 class Imagination:
     """The model as the planner uses it: the same function as the world model, with less arithmetic.
 
-    Reward and dynamics read the same input through hidden layers of the same shape, so they run as two stacked
-    networks. At the first step all trajectories of an environment share `z_0`, whose part of the first product is
-    computed once for all of them, and in all iterations.
+    Reward and dynamics run as two stacked networks. At the first step all trajectories of an environment share `z_0`,
+    whose part of the first product is computed once for all of them, and in all iterations.
 
-    Built for one plan: it holds copies of the weights.
+    Args:
+        model: gives the meaning of the networks' outputs.
+        weights: of its networks.
+        discount: gamma.
     """
 
-    def __init__(self, model: WorldModel, discount: float) -> None:
-        self.model, self.discount = model, discount
-        hidden = [(model.dynamics[i], model.reward[i]) for i in range(len(model.dynamics) - 1)]
-        self.first, *self.hidden = [stack_layers(pair) for pair in hidden]  # pyright: ignore
-        latent_dim = model.settings.latent_dim
-        self.first_z = self.first._replace(weight=self.first.weight[..., :latent_dim])
-        self.first_action = self.first.weight[..., latent_dim:].mT
+    def __init__(self, model: WorldModel, weights: PlanningWeights, discount: float) -> None:
+        self.model, self.weights, self.discount = model, weights, discount
 
     def share(self, z0: Tensor) -> Tensor:
         """Return the part of the first product that `z0 [E, D]` makes, for `start`: `[2, E, 1, mlp_dim]`."""
-        return self.first_z.product(z0).unsqueeze(2)
+        first = self.weights.first
+        return first._replace(weight=first.weight[..., : z0.shape[-1]]).product(z0).unsqueeze(2)
 
     def start(self, shared: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """Return next latents and rewards of the first actions `[E, N, A]`, from `share(z0)`."""
-        from_action = torch.matmul(action.flatten(0, 1), self.first_action).unflatten(1, action.shape[:2])
-        return self._finish(shared + from_action)
+        weight = self.weights.first.weight[..., -action.shape[-1] :]
+        from_action = torch.matmul(action.flatten(0, 1).to(weight.dtype), weight.mT)
+        return self._finish(shared + from_action.unflatten(1, action.shape[:2]))
 
     def step(self, z: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """Return next latents `[E, N, D]` and rewards `[E, N, 1]`."""
         x = torch.cat([z, action], -1)
-        return self._finish(self.first.product(x.flatten(0, 1)).unflatten(1, x.shape[:2]))
+        return self._finish(self.weights.first.product(x.flatten(0, 1)).unflatten(1, x.shape[:2]))
 
     def _finish(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Run everything after the first product, `h [2, E, N, mlp_dim]`."""
-        batch = h.shape[1:3]
-        h = self.first.activate(h).flatten(1, 2)
-        for layer in self.hidden:
+        weights, batch = self.weights, h.shape[1:3]
+        h = weights.first.activate(h).flatten(1, 2)
+        for layer in weights.hidden:
             h = layer.activate(layer.product(h))
-        z = self.model.dynamics[-1](h[0]).unflatten(0, batch)
-        reward = self.model.two_hot.decode(self.model.reward[-1](h[1])).unflatten(0, batch)
-        return z, reward
+        simnorm: SimNorm = self.model.dynamics[-1].activation  # pyright: ignore
+        z = weights.dynamics.activate(weights.dynamics.product(h[0]), simnorm)
+        reward = self.model.two_hot.decode(weights.reward.product(h[1]).float())
+        return z[0].unflatten(0, batch), reward[0].unflatten(0, batch)
+
+    def policy_action(self, z: Tensor, noise: Tensor) -> Tensor:
+        """Return actions `[E, N, A]` of the policy prior at latents `[E, N, D]`, for standard normal noise."""
+        output = run_stacked(self.weights.policy, z.flatten(0, 1))[0].unflatten(0, z.shape[:2])
+        return squash(*self.model.policy_parameters(output), noise)
 
     def alive(self, z: Tensor) -> Tensor:
-        """Return 1 where the model does not predict termination on arrival at `z`, else 0: `[..., 1]`."""
-        if self.model.termination is None:
+        """Return 1 where the model does not predict termination on arrival at `z [E, N, D]`, else 0: `[E, N, 1]`."""
+        if self.weights.termination is None:
             return torch.ones_like(z[..., :1])
+        logits = run_stacked(self.weights.termination, z.flatten(0, 1))[0].unflatten(0, z.shape[:2])
         # A logit of 0 is a probability of 0.5.
-        return (self.model.termination_logits(z) <= 0).to(z.dtype)
+        return (logits <= 0).to(z.dtype)
 
     def roll(self, shared: Tensor, horizon: int, action_at: Callable[[int, Tensor | None], Tensor]) -> Rollout:
         """Follow trajectories from `share(z0)`, summing discounted rewards until a predicted termination.
@@ -162,7 +203,9 @@ class Imagination:
         actions = []
 
         def act(t: int, z: Tensor | None) -> Tensor:
-            actions.append(self.model.policy_action(z0.unsqueeze(1) if z is None else z, noise[t]))
+            # At the start the trajectories of an environment differ in their noise alone.
+            z = z0.unsqueeze(1) if z is None else z
+            actions.append(self.policy_action(z, noise[t]))
             return actions[-1]
 
         end = self.roll(shared, len(noise), act)
@@ -170,8 +213,9 @@ class Imagination:
 
     def value(self, end: Rollout, horizon: int, heads: Tensor, noise: Tensor) -> Tensor:
         """Return the values `[E, N]` of trajectories: their rewards, and two Q heads at the end; NaN counts as 0."""
-        action = self.model.policy_action(end.z, noise)
-        q = self.model.q_values(self.model.q.layers(heads), end.z, action).mean(0)
+        action = self.policy_action(end.z, noise)
+        layers = [layer.map(lambda tensor: tensor[heads]) for layer in self.weights.q]
+        q = self.model.q_values(layers, end.z, action).mean(0)
         return (end.value + self.discount**horizon * end.alive * q).squeeze(-1).nan_to_num(nan=0.0)
 
 
@@ -181,39 +225,101 @@ def shift(mean: Tensor, first: Tensor) -> Tensor:
     return shifted.masked_fill(first.view(-1, 1, 1), 0)
 
 
-def plan(
-    imagination: Imagination, settings: PlannerSettings, z0: Tensor, mean: Tensor, noise: PlannerNoise
-) -> tuple[Tensor, Tensor]:
+class Search(NamedTuple):
+    """What all iterations of a plan share."""
+
+    weights: PlanningWeights
+    shared: Tensor  # see Imagination.share
+    policy_actions: Tensor  # [E, P, H, A]
+    policy_end: Rollout
+
+
+class Solution(NamedTuple):
+    """What an iteration of a plan comes to."""
+
+    mean: Tensor  # [E, H, A]
+    std: Tensor  # [E, H, A]
+    elite_actions: Tensor  # [E, K, H, A]
+    weight: Tensor  # [E, K], how much each elite counts
+
+
+class Planner:
     """Search for the best action sequences.
 
-    Args:
-        imagination: the model.
-        settings: of the search.
-        z0: latents of the current observations, `[E, D]`.
-        mean: warm start, `[E, H, A]`, see `shift`.
-        noise: all randomness of the search.
+    One plan is `begin`, then `iterations` times `refine`, then `choose`: the functions that are compiled, so that an
+    iteration is compiled once instead of once an iteration.
 
-    Returns:
-        The actions to take, `[E, A]` in [-1, 1], and the solution `[E, H, A]`.
+    Args:
+        model: the world model.
+        settings: of the search.
+        discount: gamma.
+        compute: precision of products, and the compiler.
     """
-    s = settings
-    shared = imagination.share(z0)
-    # The policy's trajectories depend on nothing that the iterations change: only their last value is drawn anew.
-    policy_actions, policy_end = imagination.roll_policy(z0, shared, noise.policy)
-    std = torch.full_like(mean, s.max_std)
-    for i in range(s.iterations):
-        sampled = (mean.unsqueeze(1) + std.unsqueeze(1) * noise.sample[i]).clamp(-1, 1)
-        end = policy_end.join(imagination.roll_actions(shared, sampled))
-        value = imagination.value(end, s.horizon, noise.heads[i], noise.terminal[i])
+
+    def __init__(self, model: WorldModel, settings: PlannerSettings, discount: float, compute: Compute) -> None:
+        self.model, self.settings, self.discount, self.compute = model, settings, discount, compute
+        self._begin = compute.compiled(self.begin)
+        self._refine = compute.compiled(self.refine)
+        self._choose = compute.compiled(self.choose)
+
+    def plan(self, obs: Tensor, mean: Tensor, first: Tensor, noise: PlannerNoise) -> tuple[Tensor, Tensor]:
+        """Search from observations.
+
+        Args:
+            obs: `[E, O]`.
+            mean: the last solution, `[E, H, A]`.
+            first: where an episode begins and the last solution means nothing, `[E]` bool.
+            noise: all randomness of the search.
+
+        Returns:
+            The actions to take, `[E, A]` in [-1, 1], and the solution `[E, H, A]`.
+        """
+        search, solution = self._begin(obs, mean, first, noise.policy)
+        for i in range(self.settings.iterations):
+            sample, terminal, heads = noise.sample[i], noise.terminal[i], noise.heads[i]
+            solution = self._refine(search, solution.mean, solution.std, sample, terminal, heads)
+        return self._choose(solution, noise.choice, noise.explore), solution.mean
+
+    def begin(self, obs: Tensor, mean: Tensor, first: Tensor, noise: Tensor) -> tuple[Search, Solution]:
+        """Return what the iterations share, and the solution to start from, which has no elites yet.
+
+        The policy's trajectories depend on nothing that the iterations change: only their last value is drawn anew.
+        """
+        z0 = self.model.encode(obs)
+        weights = PlanningWeights.of(self.model, self.compute.plan_dtype)
+        imagination = Imagination(self.model, weights, self.discount)
+        shared = imagination.share(z0)
+        policy_actions, policy_end = imagination.roll_policy(z0, shared, noise)
+        mean = shift(mean, first)
+        start = Solution(mean, torch.full_like(mean, self.settings.max_std), mean[:, :0], mean[:, :0, 0])
+        return Search(weights, shared, policy_actions, policy_end), start
+
+    def refine(
+        self, search: Search, mean: Tensor, std: Tensor, sample: Tensor, terminal: Tensor, heads: Tensor
+    ) -> Solution:
+        """Do one iteration: sample trajectories, value them, and fit mean and deviation to the best."""
+        s = self.settings
+        sampled = (mean.unsqueeze(1) + std.unsqueeze(1) * sample).clamp(-1, 1)
+        value = self.values(search, sampled, terminal, heads)
         elite_value, elite = value.topk(s.num_elites, dim=1)
-        actions = torch.cat([policy_actions, sampled], 1)
+        actions = torch.cat([search.policy_actions, sampled], 1)
         elite_actions = actions.gather(1, elite[..., None, None].expand(-1, -1, *actions.shape[2:]))
         weight = torch.softmax(s.temperature * elite_value, 1)
         mean, std = _moments(elite_actions, weight[..., None, None], s.min_std, s.max_std)
-    # The largest weight/exponential is a draw from the distribution that the weights are (exponential race).
-    chosen = (weight / noise.choice).argmax(1)
-    action = elite_actions[torch.arange(len(chosen), device=chosen.device), chosen, 0]
-    return (action + std[:, 0] * noise.explore).clamp(-1, 1), mean
+        return Solution(mean, std, elite_actions, weight)
+
+    def values(self, search: Search, sampled: Tensor, terminal: Tensor, heads: Tensor) -> Tensor:
+        """Return the values `[E, N]` of the policy's trajectories, then of `sampled [E, N-P, H, A]`."""
+        imagination = Imagination(self.model, search.weights, self.discount)
+        end = search.policy_end.join(imagination.roll_actions(search.shared, sampled))
+        return imagination.value(end, self.settings.horizon, heads, terminal)
+
+    def choose(self, solution: Solution, exponential: Tensor, explore: Tensor) -> Tensor:
+        """Return the actions `[E, A]`: the first of an elite drawn by weight, and noise of the last deviation."""
+        # The largest weight/exponential is a draw from the distribution that the weights are (exponential race).
+        chosen = (solution.weight / exponential).argmax(1)
+        action = solution.elite_actions[torch.arange(len(chosen), device=chosen.device), chosen, 0]
+        return (action + solution.std[:, 0] * explore).clamp(-1, 1)
 
 
 def _moments(actions: Tensor, weight: Tensor, min_std: float, max_std: float) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,8 @@ class TwoHot(nn.Module):
 
     def decode(self, logits: Tensor) -> Tensor:
         """Return the scalars `[..., 1]` that the distributions with these `logits [..., K]` stand for."""
-        return symexp(logits.softmax(-1) @ self.bins.unsqueeze(-1))
+        # Not a matrix product: that would follow autocast to another precision, and no compiler would fuse it.
+        return symexp((logits.softmax(-1) * self.bins).sum(-1, keepdim=True))
 
     def cross_entropy(self, logits: Tensor, x: Tensor) -> Tensor:
         """Return the cross-entropy `[..., 1]` of `logits [..., K]` against the scalars `x [..., 1]`.

@@ -20,6 +20,11 @@ class PolicySample(NamedTuple):
     scaled_entropy: Tensor
 
 
+def squash(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
+    """Return the actions in [-1, 1] that a Gaussian and standard normal `noise` make, all `[..., A]`."""
+    return (mean + log_std.exp() * noise).tanh()
+
+
 class WorldModel(nn.Module):
     """Encoder, dynamics, reward, Q (online and target), policy prior and, when episodic, termination.
 
@@ -90,14 +95,17 @@ class WorldModel(nn.Module):
 
     def policy_distribution(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and log standard deviation, `[..., A]` each, of the action before it is squashed."""
-        mean, raw = self.policy(z).chunk(2, -1)
+        return self.policy_parameters(self.policy(z))
+
+    def policy_parameters(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and log standard deviation, `[..., A]` each, that the policy's `output [..., 2A]` stands for."""
+        mean, raw = output.chunk(2, -1)
         low, high = self.settings.log_std_min, self.settings.log_std_max
         return mean, low + 0.5 * (high - low) * (raw.tanh() + 1)
 
     def policy_action(self, z: Tensor, noise: Tensor) -> Tensor:
         """Return actions `[..., A]` of the policy prior for standard normal `noise [..., A]`."""
-        mean, log_std = self.policy_distribution(z)
-        return (mean + log_std.exp() * noise).tanh()
+        return squash(*self.policy_distribution(z), noise)
 
     def policy_sample(self, z: Tensor, noise: Tensor) -> PolicySample:
         """Return actions of the policy prior with their entropy, for standard normal `noise [..., A]`.
@@ -106,9 +114,9 @@ class WorldModel(nn.Module):
         squashing, as the published implementation does.
         """
         mean, log_std = self.policy_distribution(z)
-        action = (mean + log_std.exp() * noise).tanh()
+        action = squash(mean, log_std, noise)
         gaussian = (-0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1, keepdim=True)
-        squash = ((1 - action.square()).relu() + 1e-6).log().sum(-1, keepdim=True)
-        log_prob = gaussian - squash
+        log_slope = ((1 - action.square()).relu() + 1e-6).log().sum(-1, keepdim=True)
+        log_prob = gaussian - log_slope
         scale = self.settings.action_size * gaussian / (log_prob + 1e-8)
         return PolicySample(action, -log_prob, -log_prob * scale)

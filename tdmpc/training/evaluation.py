@@ -100,7 +100,8 @@ class Evaluator:
         running = np.arange(self.envs.num_envs) < len(group)
         seeds = [self.seeds.integer(Stream.EVAL_EPISODE, round, group[0] + env) for env in range(len(running))]
         obs, first = self.envs.reset(running, seeds), True
-        state = self.agent.initial_state(len(group), self.seeds.integer(Stream.EVAL_PLANNER, round, group[0]))
+        state = self.agent.initial_state(len(running), self.seeds.integer(Stream.EVAL_PLANNER, round, group[0]))
+        state = state.select(torch.from_numpy(group - group[0]).to(self.agent.device))
         actions = np.zeros((len(running), self.envs.action_size), np.float32)
         self._picture(take_picture)
         while running.any():

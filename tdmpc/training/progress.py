@@ -12,6 +12,7 @@ class Phase(StrEnum):
     """What a run spends its time on; at any moment exactly one of these."""
 
     SETUP = "setup"
+    COMPILING = "compiling"
     SEEDING = "seeding"
     PRETRAINING = "pretraining"
     TRAINING = "training"
@@ -114,7 +115,7 @@ class ProgressView:
 
 
 def _steady_s(view: ProgressView) -> float:
-    """Return the seconds spent acting and learning: no setup, pretraining, evaluation or saving."""
+    """Return the seconds spent acting and learning: no setup, compiling, pretraining, evaluation or saving."""
     return view.elapsed_s[Phase.SEEDING] + view.elapsed_s[Phase.TRAINING]
 
 
@@ -191,5 +192,5 @@ class Progress:
         """Continue from a record; seconds since the start of this process stay what they are."""
         since_start = self.view().elapsed_since_start_s
         self._total = self._at_start = Counts(**state["counts"])
-        self._elapsed_at_start = {phase: state["elapsed_s"][phase.value] for phase in Phase}
+        self._elapsed_at_start = {phase: state["elapsed_s"].get(phase.value, 0.0) for phase in Phase}
         self._elapsed = {phase: self._elapsed_at_start[phase] + since_start[phase] for phase in Phase}

@@ -105,6 +105,7 @@ class Trainer:
             EnvironmentCrash: an environment failed in a way that is not part of the task.
             NonFiniteError: a loss or a gradient is not a finite number.
         """
+        self._compile()
         while not self.finished:
             self.progress.enter(self._phase)
             if self.should_evaluate.due(self.step):
@@ -121,6 +122,19 @@ class Trainer:
             self.evaluate()
         self.save()
         return self.progress.total
+
+    def _compile(self) -> None:
+        """Compile what the run will call, so that this does not fall into the time of anything else."""
+        if not self.agent.compute.compile or self.finished:
+            return
+        self.recorder.announce("compiling plan and update; the next start finds them on disk ...")
+        num_envs = {self.collector.envs.num_envs, self.evaluator.envs.num_envs}
+        with self.progress.during(Phase.COMPILING), self.timers("compile"):
+            began = self.progress.view()
+            failure = self.agent.compile(sorted(num_envs), self.settings.batch_size)
+            seconds = self.progress.view().total_elapsed_s - began.total_elapsed_s
+        outcome = f"compiled in {seconds:.0f} s"
+        self.recorder.announce(f"warning: compile: going on without it: {failure}" if failure else outcome)
 
     def evaluate(self) -> None:
         """Evaluate the agent as it is and record the outcome.

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from tdmpc.agent.agent import TDMPC2
+from tdmpc.agent.planner import Imagination, PlanningWeights
 from tdmpc.agent.settings import LearnerSettings, NetworkSettings, PlannerSettings
 
 NETWORK = NetworkSettings(
@@ -61,3 +62,8 @@ def make_agent(network=None, planner=None, learner=None, *, discount=0.99, seed=
         update_seed=seed + 1,
         device=torch.device("cpu"),
     )
+
+
+def imagine(agent: TDMPC2, dtype: torch.dtype = torch.float32) -> Imagination:
+    """Return the model of an agent as its planner uses it."""
+    return Imagination(agent.model, PlanningWeights.of(agent.model, dtype), agent.discount)

@@ -5,13 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
-from tdmpc.agent.learner import UpdateNoise
+from tdmpc.agent.learner import Batch, UpdateNoise
 from tdmpc.agent.official import from_published, to_published
-from tdmpc.agent.planner import Imagination
 from tdmpc.agent.settings import discount_factor
-from tests.agent.builders import make_agent
+from tests.agent.builders import imagine, make_agent
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -39,7 +37,7 @@ class Golden:
 
     @property
     def batch(self):
-        return TensorDict({key: self[f"batch/{key}"] for key in ("obs", "action", "reward", "terminated")})
+        return Batch(*(self[f"batch/{key}"] for key in Batch._fields))
 
     @property
     def noise(self):
@@ -117,7 +115,7 @@ def test_td_target_is_the_published_one(trainable):
 
 
 def test_values_of_planned_trajectories_are_the_published_ones(trainable):
-    imagination = Imagination(trainable.model, trainable.agent.discount)
+    imagination = imagine(trainable.agent)
     actions = trainable["in/plan_actions"].transpose(0, 1).unsqueeze(0)  # [E=1, N, H, A]
     z0 = trainable["in/plan_z0"][:, trainable.order]
     end = imagination.roll_actions(imagination.share(z0), actions)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tdmpc.agent.learner import RunningScale, UpdateNoise
+from tdmpc.agent.learner import Batch, RunningScale, UpdateNoise, draw_dropout
 from tdmpc.agent.settings import discount_factor
 from tests.agent.builders import make_agent
 from tests.agent.test_planner import randomise
@@ -10,42 +10,40 @@ from tests.agent.test_planner import randomise
 
 def batch(horizon=3, size=4, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return TensorDict(
-        {
-            "obs": torch.randn(horizon + 1, size, 3, generator=generator),
-            "action": torch.rand(horizon, size, 2, generator=generator) * 2 - 1,
-            "reward": torch.rand(horizon, size, 1, generator=generator),
-            "terminated": torch.zeros(horizon, size, 1),
-        }
+    return Batch(
+        obs=torch.randn(horizon + 1, size, 3, generator=generator),
+        action=torch.rand(horizon, size, 2, generator=generator) * 2 - 1,
+        reward=torch.rand(horizon, size, 1, generator=generator),
+        terminated=torch.zeros(horizon, size, 1),
     )
 
 
 def noise_for(agent, data):
-    shape = data["action"].shape
+    shape = data.action.shape
     return UpdateNoise.draw(agent.model, 0.0, shape, torch.Generator().manual_seed(0))
 
 
 def test_termination_cuts_the_target_and_truncation_does_not():
     agent, data = randomise(make_agent(network={"episodic": True})), batch()
-    next_z = agent.model.encode(data["obs"][1:])
+    next_z = agent.model.encode(data.obs[1:])
     noise = noise_for(agent, data)
     # A truncated slice has no mark of its own: its terminated is [0, 0, 0].
     truncated = agent.learner.td_target(next_z, data, noise)
-    data["terminated"][-1] = 1
+    data.terminated[-1] = 1
     terminated = agent.learner.td_target(next_z, data, noise)
-    assert torch.equal(terminated[-1], data["reward"][-1])
+    assert torch.equal(terminated[-1], data.reward[-1])
     assert torch.equal(terminated[:2], truncated[:2])
-    assert (truncated[-1] != data["reward"][-1]).all()
+    assert (truncated[-1] != data.reward[-1]).all()
 
 
 def test_the_target_is_the_lower_of_two_target_heads_as_drawn():
     agent, data = randomise(make_agent()), batch()
     agent.model.target_q.load_state_dict(randomise(make_agent(), seed=8).model.q.state_dict())
-    next_z, noise = agent.model.encode(data["obs"][1:]), noise_for(agent, data)
+    next_z, noise = agent.model.encode(data.obs[1:]), noise_for(agent, data)
     q = agent.model.q_values(
         agent.model.target_q.layers(), next_z, agent.model.policy_action(next_z, noise.target_action)
     )
-    expected = data["reward"] + agent.discount * q[noise.target_heads].min(0).values
+    expected = data.reward + agent.discount * q[noise.target_heads].min(0).values
     torch.testing.assert_close(agent.learner.td_target(next_z, data, noise), expected)
 
 
@@ -82,7 +80,7 @@ def test_the_world_loss_moves_all_but_the_policy_and_the_policy_loss_only_the_po
 def test_an_update_moves_every_network_and_the_target_a_hundredth_of_the_way():
     agent = randomise(make_agent(network={"episodic": True}))
     before = {key: value.clone() for key, value in agent.model.state_dict().items()}
-    metrics = agent.update(batch())
+    metrics = agent.update(TensorDict(batch()._asdict()))
     after = agent.model.state_dict()
     assert all(not torch.equal(before[key], after[key]) for key in before)
     for key in before:
@@ -95,7 +93,7 @@ def test_an_update_moves_every_network_and_the_target_a_hundredth_of_the_way():
 
 def test_updates_fit_a_fixed_batch():
     agent, data = make_agent(learner={"lr": 3e-3}), batch(size=32)
-    losses = [float(agent.update(data)["total_loss"]) for _ in range(150)]
+    losses = [float(agent.update(TensorDict(data._asdict()))["total_loss"]) for _ in range(150)]
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
 
 
@@ -106,6 +104,22 @@ def test_dropout_factors_keep_the_mean_and_drop_the_share():
     assert noise.drop.shape == (3, 3 * 64, 256)
     assert (noise.drop == 0).float().mean() == pytest.approx(0.1, abs=0.005)
     assert noise.drop.mean() == pytest.approx(1, abs=0.01)
+
+
+def test_dropout_factors_are_independent_of_each_other_and_of_where_they_are():
+    """Zeros one after another are as frequent as independent draws make them, up to both ends."""
+    generator = torch.Generator().manual_seed(0)
+    zero = torch.stack([draw_dropout((4, 50), 0.3, generator) == 0 for _ in range(4000)]).view(4000, 200)
+    torch.testing.assert_close(zero.float().mean(0), torch.full((200,), 0.3), rtol=0, atol=0.04)
+    assert (zero[:, :-1] & zero[:, 1:]).float().mean() == pytest.approx(0.09, abs=0.003)
+    assert zero.float().sum(1).var() == pytest.approx(200 * 0.3 * 0.7, rel=0.1)
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.999])
+def test_dropout_factors_have_the_shape_asked_for_however_rare_or_common_zeros_are(p):
+    factors = draw_dropout((2, 3), p, torch.Generator().manual_seed(0))
+    assert factors.shape == (2, 3)
+    assert (factors == 0).all() == (p > 0.5)
 
 
 def test_running_scale_follows_the_spread_between_percentiles_and_never_falls_below_one():

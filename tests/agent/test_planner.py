@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from tdmpc.agent.planner import Imagination, PlannerNoise, PlannerState, Rollout, plan, shift
-from tests.agent.builders import make_agent
+from tdmpc.agent.compute import Compute
+from tdmpc.agent.planner import Planner, PlannerNoise, PlannerState, Rollout, shift
+from tests.agent.builders import imagine, make_agent
 
 
 def first(*values):
@@ -31,7 +32,7 @@ def test_reset_mask_cuts_the_warm_start_of_just_the_masked_environments():
     obs = torch.randn(3, 3)
 
     def act(mean, mask):
-        state = PlannerState(mean, torch.Generator().manual_seed(5))
+        state = PlannerState(mean, torch.Generator().manual_seed(5), capacity=3)
         return agent.act(obs, state, mask, explore=False)[0]
 
     warm = torch.rand(3, 3, 2)
@@ -76,7 +77,7 @@ def test_imagination_is_the_world_model_with_less_arithmetic(episodic):
         model.termination[-1].bias.data -= model.termination_logits(z).quantile(0.7)
     obs, actions = torch.randn(2, 3), torch.rand(2, 40, 3, 2) * 2 - 1
     z0 = model.encode(obs)
-    imagination = Imagination(model, discount)
+    imagination = imagine(agent)
     noise, heads = torch.randn(2, 40, 2), torch.tensor([2, 0])
     value = imagination.value(imagination.roll_actions(imagination.share(z0), actions), 3, heads, noise)
 
@@ -95,7 +96,7 @@ def test_imagination_is_the_world_model_with_less_arithmetic(episodic):
 
 def test_policy_trajectories_are_valued_as_any_other():
     agent = randomise(make_agent())
-    imagination, z0 = Imagination(agent.model, agent.discount), agent.model.encode(torch.randn(2, 3))
+    imagination, z0 = imagine(agent), agent.model.encode(torch.randn(2, 3))
     shared = imagination.share(z0)
     actions, end = imagination.roll_policy(z0, shared, torch.randn(3, 2, 5, 2))
     again = imagination.roll_actions(shared, actions)
@@ -106,7 +107,7 @@ def test_policy_trajectories_are_valued_as_any_other():
 def test_a_value_that_is_not_a_number_counts_as_nothing():
     agent = randomise(make_agent())
     end = Rollout(torch.rand(1, 2, 16), torch.tensor([[[torch.nan], [1.0]]]), torch.ones(1, 2, 1))
-    value = Imagination(agent.model, 0.99).value(end, 3, torch.tensor([0, 1]), torch.zeros(1, 2, 2))
+    value = imagine(agent).value(end, 3, torch.tensor([0, 1]), torch.zeros(1, 2, 2))
     assert value[0, 0] == 0
     assert value[0, 1] != 0
 
@@ -115,13 +116,13 @@ def test_planning_finds_the_action_that_the_model_rewards():
     """The reward of this model grows with the first action and falls with the second."""
     agent = make_agent(planner={"iterations": 6, "num_samples": 128, "num_elites": 16, "num_pi_trajs": 0})
 
-    class Known(Imagination):
-        def roll_actions(self, shared, actions):
-            value = (actions[..., 0] - 2 * actions[..., 1]).sum(-1, keepdim=True)
-            return Rollout(torch.zeros(*value.shape[:2], 16), value, torch.ones_like(value))
+    class Known(Planner):
+        def values(self, search, sampled, terminal, heads):
+            return (sampled[..., 0] - 2 * sampled[..., 1]).sum(-1)
 
     noise = PlannerNoise.draw(agent.planner, 2, 2, 3, explore=False, generator=torch.Generator().manual_seed(0))
-    action, mean = plan(Known(agent.model, 0.99), agent.planner, torch.zeros(2, 16), torch.zeros(2, 3, 2), noise)
+    planner = Known(agent.model, agent.planner, 0.99, Compute())
+    action, mean = planner.plan(torch.zeros(2, 3), torch.zeros(2, 3, 2), first(True, True), noise)
     assert (action[:, 0] > 0.9).all()
     assert (action[:, 1] < -0.9).all()
     assert mean.shape == (2, 3, 2)

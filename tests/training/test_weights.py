@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from tdmpc.training.weights import CheckpointError, check_sizes, load_weights, weights_file
 from tests.agent.builders import make_agent
@@ -21,7 +22,7 @@ def save(run, step, agent):
 
 def test_weights_come_back_as_they_were(tmp_path):
     agent = randomise(make_agent())
-    agent.update(batch())
+    agent.update(TensorDict(batch()._asdict()))
     agent.lifetime.steps = 12
     path = save(tmp_path, 12, agent)
     other = make_agent(seed=5)
