@@ -1,0 +1,483 @@
+"""How the workers of a group meet: `Exchange`, and `Filesystem`, which does it through a folder (see messages.py).
+
+Locks tell who lives, and spare those who start at the same time a race. Nothing depends on them: on a file system
+where they do nothing, a worker that ends early is waited for until the timeout, and that is all.
+"""
+
+import json
+import platform
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from tdmpc.keys import shown
+from tdmpc.merging.messages import (
+    FORMAT,
+    Folder,
+    Header,
+    Status,
+    Totals,
+    UnusableMessage,
+    read_header,
+    read_message,
+    read_note,
+    write_first_note,
+    write_message,
+    write_note,
+)
+from tdmpc.merging.strategies import Layout, State, layout_of
+
+KEPT_ROUNDS = 2
+POLL_S = 0.05
+LOCK_POLL_S = 0.005
+GROUP_LOCK_S = 10.0  # others join in milliseconds
+OWN_LOCK_S = 2.0  # others hold it for a moment when they look whether this worker lives
+
+
+class ExchangeError(ValueError):
+    """Workers that cannot meet; the message is one line for whoever started them."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What meeting the others has cost.
+
+    Attributes:
+        read_bytes: size of the states that were read.
+        wait_s: seconds spent waiting for others.
+        skipped: messages that were missing or could not be used.
+    """
+
+    read_bytes: int = 0
+    wait_s: float = 0.0
+    skipped: int = 0
+
+    def plus(self, *, read_bytes: int = 0, wait_s: float = 0.0, skipped: int = 0) -> "Costs":
+        """Return the costs after these have been added."""
+        return Costs(self.read_bytes + read_bytes, self.wait_s + wait_s, self.skipped + skipped)
+
+
+class Exchange(Protocol):
+    """How a worker meets the others. A round is `publish`, `headers`, and `read` for each of those in their order."""
+
+    def join(self, resuming: bool, overwrite: bool) -> None:
+        """Become part of the group.
+
+        Args:
+            resuming: this worker continues from a checkpoint.
+            overwrite: replace what an earlier experiment has left.
+
+        Raises:
+            ExchangeError: that isn't possible.
+        """
+        ...
+
+    def publish(self, header: Header, state: State) -> None:
+        """Show the others a state, of which no tensor is kept.
+
+        Raises:
+            ExchangeError: that isn't possible.
+        """
+        ...
+
+    def headers(self, round: int) -> list[Header]:
+        """Return the messages to merge in a round, by ascending worker; this worker's own is one of them.
+
+        It may wait for others, within a bound. Who is missing is counted, and announced once.
+        """
+        ...
+
+    def read(self, header: Header) -> dict[str, Tensor]:
+        """Return the state of a message.
+
+        Raises:
+            UnusableMessage: it cannot be merged, which is counted, and announced once.
+        """
+        ...
+
+    def report(self, totals: Totals) -> None:
+        """Tell whoever looks how far this worker is."""
+        ...
+
+    def finish(self, totals: Totals) -> None:
+        """Tell the others that this worker has done all its steps, so that nobody waits for it."""
+        ...
+
+    def take_costs(self) -> Costs:
+        """Return the costs since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Leave, finished or not; harmless before `join` and when repeated."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Absence:
+    """Why there is no message of a worker in a round, and whether to wait for one."""
+
+    reason: str
+    awaited: bool = False
+
+
+class Filesystem:
+    """Meet through a folder.
+
+    Args:
+        folder: for this group alone; it is made where it doesn't exist.
+        worker: number of this worker.
+        members: numbers of all workers that merge, this one included.
+        fingerprint: what has to be equal for states to have a mean; plain values by name.
+        every: steps between rounds; it is part of the fingerprint, as a round must mean the same to all.
+        sync: wait in every round for this very round of every member; otherwise take what there is.
+        timeout_s: seconds to wait in a round, for all members together.
+        max_age: steps that a message may be behind this worker's own, where nobody waits.
+        announce: told who is missing and why, when that changes.
+        clock: seconds, monotonic.
+        sleep: waits for some seconds.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        worker: int,
+        members: Collection[int],
+        fingerprint: Mapping[str, Any],
+        *,
+        every: int,
+        sync: bool,
+        timeout_s: float,
+        max_age: int,
+        announce: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.folder, self.worker, self.group = Folder(folder), worker, ""
+        self.sync, self.timeout_s, self.max_age = sync, timeout_s, max_age
+        self.announce, self._clock, self._sleep = announce, clock, sleep
+        self._settings = json.loads(json.dumps({"format": FORMAT, **fingerprint, "every": every}))
+        self._others = sorted(set(members) - {worker})
+        self._lock = _file_lock(self.folder.lock(worker))
+        self._locks_tell = False  # whether a lock that is free means that its worker doesn't live
+        self._own: Header | None = None
+        self._layout: Layout = {}
+        self._late: set[int] = set()  # waited for in vain once, and not again before they have caught up
+        self._foreign: set[int] = set()
+        self._said: dict[int, str] = {}
+        self._costs = Costs()
+
+    def join(self, resuming: bool, overwrite: bool) -> None:
+        """Become part of the group of the folder, which is founded where there is none.
+
+        A worker that starts anew and finds messages of its own is taken for restarted while others are running;
+        when nobody is, they are what an earlier experiment has left.
+
+        Raises:
+            ExchangeError: the folder is of other settings or an earlier experiment (and `overwrite` is false, or
+                someone is running in it), another process is this worker, or it cannot be written to.
+        """
+        try:
+            with self._writing():
+                self.folder.path.mkdir(parents=True, exist_ok=True)
+                self._claim()
+                with locked(self.folder.path / "group.lock", self.announce):
+                    self.group = self._enter(resuming, overwrite)
+                    self._tidy(resuming)
+                    status = self._status_of(self.worker) if resuming else None
+                    self._note(finished=False, totals=status.totals if status else Totals())
+        except ExchangeError:
+            self.close()
+            raise
+
+    def publish(self, header: Header, state: State) -> None:
+        """Write a message, then delete this worker's older ones.
+
+        Raises:
+            ExchangeError: it cannot be written.
+        """
+        header = replace(header, group=self.group)
+        with self._writing():
+            write_message(self.folder.message(self.worker, header.round), header, state)
+            self._own, self._layout = header, layout_of(state)
+            rounds = self.folder.rounds(self.worker)
+            # A worker that went back to its checkpoint has messages of rounds that it is going to do again.
+            kept = [round for round in rounds if round <= header.round][-KEPT_ROUNDS:]
+            self._delete(set(rounds) - set(kept))
+
+    def headers(self, round: int) -> list[Header]:
+        """Return the messages to merge in a round; see `Exchange.headers`.
+
+        Nobody waits for a member that has finished or died, that is past this round, or that was waited for in vain
+        before and hasn't come to the round before this one since. As all decide that for themselves, workers that
+        merge after one has timed out may differ in whether they have its message.
+        """
+        started, present = self._clock(), {}
+        while True:
+            found = {worker: self._find(worker, round) for worker in self._others if worker not in present}
+            present |= {worker: header for worker, header in found.items() if isinstance(header, Header)}
+            absent = {worker: absence for worker, absence in found.items() if isinstance(absence, _Absence)}
+            awaited = {worker for worker, absence in absent.items() if absence.awaited}
+            remaining_s = started + self.timeout_s - self._clock()
+            if not awaited or remaining_s <= 0:
+                break
+            self._sleep(min(POLL_S, remaining_s))
+        self._late |= awaited
+        for worker, absence in absent.items():
+            self._miss(worker, absence.reason)
+        self._costs = self._costs.plus(wait_s=self._clock() - started)
+        if self._own:
+            present[self.worker] = self._own
+        return [present[worker] for worker in sorted(present)]
+
+    def read(self, header: Header) -> dict[str, Tensor]:
+        """Return the state of a message, on the CPU.
+
+        Raises:
+            UnusableMessage: it isn't what was written, is of another model, isn't finite, or is gone by now.
+        """
+        try:
+            found, state = read_message(self.folder.message(header.worker, header.round), self._layout)
+            if found.group != header.group:
+                raise UnusableMessage("is of another experiment")
+        except UnusableMessage as error:
+            self._miss(header.worker, f"its message {error}")
+            raise
+        self._costs = self._costs.plus(read_bytes=sum(tensor.nbytes for tensor in state.values()))
+        if self._said.pop(header.worker, None):
+            self.announce(f"merging with worker {header.worker} again")
+        return state
+
+    def report(self, totals: Totals) -> None:
+        """Write down how far this worker is.
+
+        Raises:
+            ExchangeError: it cannot be written.
+        """
+        with self._writing():
+            self._note(finished=False, totals=totals)
+
+    def finish(self, totals: Totals) -> None:
+        """Write down that this worker has done all its steps; its last messages stay.
+
+        Raises:
+            ExchangeError: it cannot be written.
+        """
+        with self._writing():
+            self._note(finished=True, totals=totals)
+
+    def take_costs(self) -> Costs:
+        """Return the costs since the last call."""
+        costs, self._costs = self._costs, Costs()
+        return costs
+
+    def close(self) -> None:
+        """Give up the lock that says that this worker lives."""
+        self._lock.release()
+
+    def _claim(self) -> None:
+        """Take the lock of this worker, and see whether locks work here."""
+        try:
+            self._lock.acquire(timeout=OWN_LOCK_S)
+            self._locks_tell = held(self.folder.lock(self.worker)) is True
+        except Timeout:
+            raise ExchangeError(
+                f"{self.folder.path}: worker {self.worker} is running in it; choose another number or exp_name"
+            ) from None
+        except OSError:
+            self._locks_tell = False
+        if not self._locks_tell:
+            self.announce(f"warning: no locks in {self.folder.path}; who ends early is waited for until the timeout")
+
+    def _enter(self, resuming: bool, overwrite: bool) -> str:
+        """Return the id of the group to be part of, after founding or replacing it where that is due."""
+        if not self.folder.group.exists():
+            write_first_note(self.folder.group, self.worker, self._new_group())
+        group, running = read_note(self.folder.group) or {}, self._running()
+        left_over = not resuming and not running and self._has_messages(group.get("id", ""))
+        problem = _changes(group, self._settings)
+        if left_over and not problem:
+            problem = f"holds messages of worker {self.worker} of an earlier experiment"
+        if not problem:
+            return group["id"]
+        if not overwrite:
+            raise ExchangeError(f"{self.folder.path}: {problem}; overwrite=true to replace it, or another exp_name")
+        if running:
+            numbers = ", ".join(str(worker) for worker in running)
+            raise ExchangeError(f"{self.folder.path}: {problem}; still running in it: worker {numbers}")
+        return self._replace_group()
+
+    def _new_group(self) -> dict[str, Any]:
+        return {"id": uuid4().hex, "settings": self._settings}
+
+    def _replace_group(self) -> str:
+        group = self._new_group()
+        write_note(self.folder.group, self.worker, group)
+        for pattern in ("worker-*.safetensors", "worker-*.json"):
+            for path in self.folder.path.glob(pattern):
+                path.unlink(missing_ok=True)
+        return group["id"]
+
+    def _running(self) -> list[int]:
+        """Return the numbers of the other workers that live in the folder, members or not."""
+        others = [worker for worker in self.folder.workers(".lock") if worker != self.worker]
+        return [worker for worker in others if self._locks_tell and held(self.folder.lock(worker))]
+
+    def _has_messages(self, group: str) -> bool:
+        messages = self._messages_of(self.worker, group).values()
+        return any(isinstance(message, Header) for message in messages)
+
+    def _tidy(self, resuming: bool) -> None:
+        """Delete what this worker left half written, and messages that don't belong to the life it begins."""
+        for part in self.folder.parts(self.worker):
+            part.unlink(missing_ok=True)
+        messages = self._messages_of(self.worker, self.group)
+        continued = {round for round, message in messages.items() if resuming and isinstance(message, Header)}
+        self._delete(set(self.folder.rounds(self.worker)) - continued)
+
+    def _delete(self, rounds: set[int]) -> None:
+        for round in rounds:
+            self.folder.message(self.worker, round).unlink(missing_ok=True)
+
+    def _find(self, worker: int, round: int) -> Header | _Absence:
+        # In this order: who ends between the two lines has written its last message before.
+        gone = self._gone(worker)
+        messages = self._messages_of(worker, self.group)
+        return self._of_round(worker, round, messages, gone) if self.sync else self._newest(messages, gone)
+
+    def _of_round(
+        self, worker: int, round: int, messages: Mapping[int, Header | str], gone: str | None
+    ) -> Header | _Absence:
+        newest = max(messages, default=-1)
+        # Were it this round that it had to show, one that fell behind once by more than the timeout would never be
+        # waited for again, though it may be as fast as the others.
+        if newest >= round - 1:
+            self._late.discard(worker)
+        message = messages.get(round, "")
+        if isinstance(message, Header):
+            return message
+        past = "it is past this round" if newest > round else ""
+        if reason := message or gone or past:
+            return _Absence(reason)
+        return _Absence(f"it didn't come within {self.timeout_s:g} s", awaited=worker not in self._late)
+
+    def _newest(self, messages: Mapping[int, Header | str], gone: str | None) -> Header | _Absence:
+        step = self._own.step if self._own else 0
+        usable = [message for message in messages.values() if isinstance(message, Header)]
+        if usable and step - usable[-1].step <= self.max_age:
+            return usable[-1]
+        unusable = [message for message in messages.values() if isinstance(message, str)]
+        behind = f"it is more than {self.max_age} steps behind" if usable else "it has published nothing yet"
+        return _Absence(gone or (unusable[-1] if unusable else behind))
+
+    def _gone(self, worker: int) -> str | None:
+        """Return why nothing is to be expected of a worker, None where something is."""
+        status = self._status_of(worker)
+        if status is None:
+            return None
+        if status.finished:
+            return "it has finished"
+        # Some network file systems keep their locks to themselves on each machine.
+        local = self._locks_tell and status.host == platform.node()
+        return "it has stopped" if local and held(self.folder.lock(worker)) is False else None
+
+    def _messages_of(self, worker: int, group: str) -> dict[int, Header | str]:
+        """Return the headers of a worker's messages by round, ascending, or why they cannot be used."""
+        messages: dict[int, Header | str] = {}
+        for round in self.folder.rounds(worker):
+            try:
+                header = read_header(self.folder.message(worker, round))
+            except UnusableMessage as error:
+                messages[round] = f"its message {error}"
+                continue
+            if header.group != group:
+                self._say_foreign(worker)
+            elif (header.worker, header.round) != (worker, round):
+                messages[round] = "its message isn't what its name says"
+            else:
+                messages[round] = header
+        return messages
+
+    def _say_foreign(self, worker: int) -> None:
+        if worker not in self._foreign:
+            self._foreign.add(worker)
+            self.announce(f"ignoring messages of worker {worker} in {self.folder.path}, of another experiment")
+
+    def _miss(self, worker: int, reason: str) -> None:
+        self._costs = self._costs.plus(skipped=1)
+        if self._said.get(worker) != reason:
+            self._said[worker] = reason
+            self.announce(f"merging without worker {worker}: {reason}")
+
+    def _status_of(self, worker: int) -> Status | None:
+        status = self.folder.status(worker)
+        return status if status and status.group == self.group else None
+
+    def _note(self, finished: bool, totals: Totals) -> None:
+        host = platform.node() if self._locks_tell else ""
+        status = Status(self.group, host, finished, totals)
+        write_note(self.folder.note(self.worker), self.worker, asdict(status))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ExchangeError(f"{self.folder.path}: cannot be written to ({reason})") from None
+
+
+@contextmanager
+def locked(path: Path, announce: Callable[[str], None], timeout_s: float = GROUP_LOCK_S) -> Iterator[None]:
+    """Hold a lock; where it cannot be had in time, or at all, do without and announce it."""
+    lock = _file_lock(path)
+    try:
+        lock.acquire(timeout=timeout_s)
+    except OSError as error:  # a timeout is one too
+        reason = f"held for {timeout_s:g} s" if isinstance(error, Timeout) else error.strerror
+        announce(f"warning: going on without the lock {path} ({reason})")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def held(path: Path) -> bool | None:
+    """Tell whether somebody holds a lock; None where that cannot be told."""
+    if not path.exists():
+        return False
+    lock = _file_lock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    except OSError:
+        return None
+    lock.release()
+    return False
+
+
+def differing_names(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return what two fingerprints differ in."""
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+
+
+def _file_lock(path: Path) -> FileLock:
+    # A soft lock would outlive a killed holder. A thread may close what another has joined.
+    return FileLock(path, thread_local=False, fallback_to_soft=False, poll_interval=LOCK_POLL_S)
+
+
+def _changes(group: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Say in which settings a group differs; nothing where it doesn't."""
+    before = group.get("settings")
+    if "id" not in group or not isinstance(before, dict):
+        return "holds a group.json that cannot be read"
+    names = differing_names(before, now)
+    changes = [f"{name}: {shown(before.get(name))} before, {shown(now.get(name))} now" for name in names]
+    return f"holds an experiment with other settings ({'; '.join(changes)})" if changes else ""
