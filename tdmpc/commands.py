@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tdmpc.config import EvaluateConfig, TrainConfig
+from tdmpc.config import BenchmarkConfig, EvaluateConfig, TrainConfig
 from tdmpc.keys import Key, Section, sections, shown
 
 CONFIG_DIRECTORY = Path(__file__).resolve().parents[1] / "configs"
@@ -50,6 +50,18 @@ EVALUATE = Command(
         "task=walker-walk checkpoint=agent.pt",
         "task=walker-walk checkpoint=agent.pt eval_episodes=100 num_envs=10",
         "-m task=walker-walk checkpoint=agent.pt mpc=true,false",
+    ),
+)
+
+BENCHMARK = Command(
+    name="benchmark",
+    purpose="Measure how fast the operations of training are.",
+    config_class=BenchmarkConfig,
+    groups=(),
+    examples=(
+        "suite=ops task=walker-walk",
+        "ops=[plan,update] model_sizes=[1,5,19] num_envs=4 baseline=before.json",
+        "task=humanoid-walk ops=[env_step,overlap] num_envs=[1,4,16]",
     ),
 )
 
