@@ -5,11 +5,9 @@ from importlib import import_module
 import hydra
 from omegaconf import DictConfig
 
-from tdmpc.command_line import _register_defaults, from_hydra, one_line_errors, prepare_arguments
+from tdmpc.command_line import from_hydra, one_line_errors, prepare_arguments
 from tdmpc.commands import BENCHMARK
 from tdmpc.config import BenchmarkConfig
-
-_register_defaults(BENCHMARK)
 
 
 @hydra.main(config_path="../configs", config_name="benchmark", version_base="1.3")

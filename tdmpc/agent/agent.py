@@ -22,10 +22,12 @@ class Lifetime:
     Attributes:
         steps: steps of training environments.
         updates: updates.
+        merges: rounds of merging that changed them.
     """
 
     steps: int = 0
     updates: int = 0
+    merges: int = 0
 
 
 class TDMPC2:
@@ -163,6 +165,26 @@ class TDMPC2:
         if self._learner is not None:
             self._learner.scale.value.copy_(weights["scale"])
         self.lifetime = Lifetime(**weights["lifetime"])
+
+    def merge_state(self, moments: bool) -> dict[str, Tensor]:
+        """Return what workers merge, as the live tensors by name: what is copied into them, the agent goes on with.
+
+        That is `model.<parameter>`, online and target networks, and `scale`, the running scale of Q.
+
+        Args:
+            moments: whether Adam's moments are merged too, `<moment>.<parameter>`. Before the first update there are
+                none, and zeros stand in, which nothing reads. Its count of steps is each worker's own.
+        """
+        parameters = dict(self.model.named_parameters())
+        state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+        state["scale"] = self.learner.scale.value
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        kept = {**self.learner.optimizer.state, **self.learner.policy_optimizer.state}
+        for moment in ("exp_avg", "exp_avg_sq") if moments else ():
+            for name, parameter in trained.items():
+                of_parameter = kept.get(parameter)
+                state[f"{moment}.{name}"] = of_parameter[moment] if of_parameter else torch.zeros_like(parameter)
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that continues the agent exactly, besides `weights()`: optimisers and random stream."""

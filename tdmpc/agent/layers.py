@@ -45,6 +45,52 @@ class Mish(nn.Module):
         return mish(x)
 
 
+class _Affine(torch.autograd.Function):
+    """`x * weight + bias`, whose gradients are summed over rows by a matrix product.
+
+    A compiler that fuses these sums with the row-wise gradient of the LayerNorm before it walks along columns, several
+    times slower.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.addcmul(bias.unsqueeze(1), x, weight.unsqueeze(1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        return grad * weight.unsqueeze(1), _sum_rows(grad * x), _sum_rows(grad)
+
+
+class _Add(torch.autograd.Function):
+    """`x + bias`, with the gradient of the bias as in `_Affine`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias.unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], _sum_rows(grads[0])
+
+
+def _sum_rows(x: Tensor) -> Tensor:
+    """Return the sums `[Q, N]` over the rows of `x [Q, M, N]`."""
+    # Of two rows, for the compiler turns a product with one back into a sum.
+    return torch.bmm(x.new_ones(x.shape[0], 2, x.shape[1]), x)[:, 0]
+
+
+def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return `x * weight + bias` for `x [Q, ..., N]` and `weight`, `bias [Q, N]`."""
+    return cast(Tensor, _Affine.apply(x.flatten(1, -2), weight, bias)).view(x.shape)
+
+
+def add_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """Return `x + bias`, in float32, for `x [Q, ..., N]` and `bias [Q, N]`."""
+    return cast(Tensor, _Add.apply(x.flatten(1, -2).float(), bias)).view(x.shape)
+
+
 class SimNorm(nn.Module):
     """Project a vector onto simplices: a softmax within each of its groups.
 
@@ -70,7 +116,8 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer to `input [..., in]`."""
-        return super().forward(input).float()
+        product = F.linear(input, self.weight).unsqueeze(0)
+        return add_bias(product, self.bias.unsqueeze(0)).squeeze(0)
 
 
 class NormedLinear(Linear):
@@ -83,7 +130,8 @@ class NormedLinear(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer to `input [..., in]`."""
-        return self.activation(self.ln(super().forward(input)))
+        h = F.layer_norm(super().forward(input), self.ln.normalized_shape).unsqueeze(0)
+        return self.activation(affine(h, self.ln.weight.unsqueeze(0), self.ln.bias.unsqueeze(0)).squeeze(0))
 
 
 def mlp(
@@ -114,20 +162,18 @@ class StackedLayer(NamedTuple):
 
     def rounded(self, dtype: torch.dtype) -> "StackedLayer":
         """Return the layer for products of another precision."""
-        return self._replace(weight=self.weight.to(dtype), bias=self.bias.to(dtype))
+        return self._replace(weight=self.weight.to(dtype))
 
     def product(self, x: Tensor) -> Tensor:
         """Return the linear part for `x [M, in]`, shared by the networks, or `[Q, M, in]`: `[Q, M, out]`."""
         x = x.to(self.weight.dtype).expand(self.weight.shape[0], *x.shape[-2:])
-        return torch.baddbmm(self.bias.unsqueeze(1), x, self.weight.mT)
+        return add_bias(torch.bmm(x, self.weight.mT), self.bias)
 
     def activate(self, h: Tensor, activation: Callable[[Tensor], Tensor] = mish) -> Tensor:
         """Return activation(LayerNorm(h)) for `h [Q, ..., out]`, in float32."""
         assert self.ln_weight is not None
         assert self.ln_bias is not None
-        affine_shape = (h.shape[0], *[1] * (h.dim() - 2), h.shape[-1])
-        normed = F.layer_norm(h.float(), h.shape[-1:])
-        return activation(torch.addcmul(self.ln_bias.view(affine_shape), normed, self.ln_weight.view(affine_shape)))
+        return activation(affine(F.layer_norm(h, h.shape[-1:]), self.ln_weight, self.ln_bias))
 
 
 def stack_layers(layers: Sequence[nn.Module]) -> StackedLayer:
@@ -161,7 +207,7 @@ def run_stacked(layers: Sequence[StackedLayer], x: Tensor, drop: Tensor | None =
         if i == 0 and drop is not None:
             h = h * drop
         x = layer.activate(h)
-    return last.product(x).float()
+    return last.product(x)
 
 
 class _Norm(nn.Module):

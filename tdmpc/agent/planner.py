@@ -162,7 +162,7 @@ class Imagination:
             h = layer.activate(layer.product(h))
         simnorm: SimNorm = self.model.dynamics[-1].activation  # pyright: ignore
         z = weights.dynamics.activate(weights.dynamics.product(h[0]), simnorm)
-        reward = self.model.two_hot.decode(weights.reward.product(h[1]).float())
+        reward = self.model.two_hot.decode(weights.reward.product(h[1]))
         return z[0].unflatten(0, batch), reward[0].unflatten(0, batch)
 
     def policy_action(self, z: Tensor, noise: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from tdmpc.agent.agent import TDMPC2
+from tdmpc.agent.compute import EAGER
 from tdmpc.agent.planner import Imagination, PlanningWeights
 from tdmpc.agent.settings import LearnerSettings, NetworkSettings, PlannerSettings
 
@@ -51,7 +52,7 @@ LEARNER = LearnerSettings(
 )
 
 
-def make_agent(network=None, planner=None, learner=None, *, discount=0.99, seed=0) -> TDMPC2:
+def make_agent(network=None, planner=None, learner=None, *, discount=0.99, seed=0, compute=EAGER) -> TDMPC2:
     """Make a small agent; the arguments name what differs from the settings above."""
     return TDMPC2(
         replace(NETWORK, **(network or {})),
@@ -61,6 +62,7 @@ def make_agent(network=None, planner=None, learner=None, *, discount=0.99, seed=
         init_seed=seed,
         update_seed=seed + 1,
         device=torch.device("cpu"),
+        compute=compute,
     )
 
 
