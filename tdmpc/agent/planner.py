@@ -19,26 +19,30 @@ class PlannerState:
 
     Attributes:
         mean: the last solution of every environment, `[E, H, A]`: the warm start of the next plan.
+        queue: the actions of the last plan that are yet to be taken, `[E, n, A]` with n < `plan_every`.
         generator: the random stream of all noise in acting.
         capacity: the number of environments at the beginning, of which `select` may have left fewer.
     """
 
     mean: Tensor
+    queue: Tensor
     generator: torch.Generator
     capacity: int
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what continues acting exactly."""
-        return {"mean": self.mean.cpu(), "generator": self.generator.get_state()}
+        return {"mean": self.mean.cpu(), "queue": self.queue.cpu(), "generator": self.generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state of as many environments."""
         self.mean = state["mean"].to(self.mean.device)
+        # States of before there was a queue have none.
+        self.queue = state.get("queue", self.mean[:, :0]).to(self.mean.device)
         self.generator.set_state(state["generator"])
 
     def select(self, index: Tensor) -> "PlannerState":
         """Return the state of the environments that `index [n]` (int64) names, with the same random stream."""
-        return replace(self, mean=self.mean[index])
+        return replace(self, mean=self.mean[index], queue=self.queue[index])
 
 
 class PlannerNoise(NamedTuple):
@@ -52,7 +56,7 @@ class PlannerNoise(NamedTuple):
     terminal: Tensor  # [I, E, N, A] standard normal
     heads: Tensor  # [I, 2] indices of two Q heads
     choice: Tensor  # [E, K] standard exponential
-    explore: Tensor  # [E, A] standard normal; zeros: no exploration
+    explore: Tensor  # [E, plan_every, A] standard normal; zeros: no exploration
 
     @classmethod
     def draw(
@@ -75,7 +79,7 @@ class PlannerNoise(NamedTuple):
             terminal=normal(s.iterations, num_envs, s.num_samples, action_size),
             heads=draw_heads(num_q, s.iterations, generator=generator),
             choice=torch.empty(num_envs, s.num_elites, device=generator.device).exponential_(generator=generator),
-            explore=normal(num_envs, action_size) * explore,
+            explore=normal(num_envs, s.plan_every, action_size) * explore,
         )
 
 
@@ -219,9 +223,9 @@ class Imagination:
         return (end.value + self.discount**horizon * end.alive * q).squeeze(-1).nan_to_num(nan=0.0)
 
 
-def shift(mean: Tensor, first: Tensor) -> Tensor:
-    """Return the warm start `[E, H, A]`: the last solution one step on, zeros where an episode begins (`first [E]`)."""
-    shifted = torch.cat([mean[:, 1:], torch.zeros_like(mean[:, :1])], 1)
+def shift(mean: Tensor, first: Tensor, steps: int) -> Tensor:
+    """Return the warm start `[E, H, A]`: the last solution some steps on, zero where an episode begins, `first [E]`."""
+    shifted = torch.cat([mean[:, steps:], torch.zeros_like(mean[:, :steps])], 1)
     return shifted.masked_fill(first.view(-1, 1, 1), 0)
 
 
@@ -262,25 +266,24 @@ class Planner:
         self._refine = compute.compiled(self.refine)
         self._choose = compute.compiled(self.choose)
 
-    def plan(self, obs: Tensor, mean: Tensor, first: Tensor, noise: PlannerNoise) -> tuple[Tensor, Tensor]:
+    def plan(self, obs: Tensor, mean: Tensor, noise: PlannerNoise) -> tuple[Tensor, Tensor]:
         """Search from observations.
 
         Args:
             obs: `[E, O]`.
-            mean: the last solution, `[E, H, A]`.
-            first: where an episode begins and the last solution means nothing, `[E]` bool.
+            mean: the warm start, `[E, H, A]`, see `shift`.
             noise: all randomness of the search.
 
         Returns:
-            The actions to take, `[E, A]` in [-1, 1], and the solution `[E, H, A]`.
+            The actions to take, `[E, plan_every, A]` in [-1, 1], and the solution `[E, H, A]`.
         """
-        search, solution = self._begin(obs, mean, first, noise.policy)
+        search, solution = self._begin(obs, mean, noise.policy)
         for i in range(self.settings.iterations):
             sample, terminal, heads = noise.sample[i], noise.terminal[i], noise.heads[i]
             solution = self._refine(search, solution.mean, solution.std, sample, terminal, heads)
         return self._choose(solution, noise.choice, noise.explore), solution.mean
 
-    def begin(self, obs: Tensor, mean: Tensor, first: Tensor, noise: Tensor) -> tuple[Search, Solution]:
+    def begin(self, obs: Tensor, mean: Tensor, noise: Tensor) -> tuple[Search, Solution]:
         """Return what the iterations share, and the solution to start from, which has no elites yet.
 
         The policy's trajectories depend on nothing that the iterations change: only their last value is drawn anew.
@@ -290,7 +293,6 @@ class Planner:
         imagination = Imagination(self.model, weights, self.discount)
         shared = imagination.share(z0)
         policy_actions, policy_end = imagination.roll_policy(z0, shared, noise)
-        mean = shift(mean, first)
         start = Solution(mean, torch.full_like(mean, self.settings.max_std), mean[:, :0], mean[:, :0, 0])
         return Search(weights, shared, policy_actions, policy_end), start
 
@@ -315,11 +317,12 @@ class Planner:
         return imagination.value(end, self.settings.horizon, heads, terminal)
 
     def choose(self, solution: Solution, exponential: Tensor, explore: Tensor) -> Tensor:
-        """Return the actions `[E, A]`: the first of an elite drawn by weight, and noise of the last deviation."""
+        """Return actions `[E, plan_every, A]`: those of an elite drawn by weight, and noise of the last deviation."""
         # The largest weight/exponential is a draw from the distribution that the weights are (exponential race).
         chosen = (solution.weight / exponential).argmax(1)
-        action = solution.elite_actions[torch.arange(len(chosen), device=chosen.device), chosen, 0]
-        return (action + solution.std[:, 0] * explore).clamp(-1, 1)
+        actions = solution.elite_actions[torch.arange(len(chosen), device=chosen.device), chosen]
+        count = self.settings.plan_every
+        return (actions[:, :count] + solution.std[:, :count] * explore).clamp(-1, 1)
 
 
 def _moments(actions: Tensor, weight: Tensor, min_std: float, max_std: float) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,7 @@ class PlannerSettings:
     """Search of the planner (TD-MPC2, section 3.3)."""
 
     mpc: bool
+    plan_every: int
     horizon: int
     iterations: int
     num_samples: int

@@ -27,6 +27,7 @@ NETWORK = NetworkSettings(
 )
 PLANNER = PlannerSettings(
     mpc=True,
+    plan_every=1,
     horizon=3,
     iterations=2,
     num_samples=32,

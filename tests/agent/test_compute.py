@@ -70,9 +70,7 @@ def test_losses_and_weights_stay_float32_when_products_do_not():
         torch.testing.assert_close(value, expected[name], rtol=0.05, atol=0.05)
     assert all(parameter.dtype == torch.float32 for parameter in agent.model.parameters())
     assert all(
-        value.dtype != torch.bfloat16
-        for state in agent.learner.optimizer.state.values()
-        for value in state.values()
+        value.dtype != torch.bfloat16 for state in agent.learner.optimizer.state.values() for value in state.values()
     )
 
 
@@ -96,10 +94,10 @@ def test_what_cannot_be_compiled_goes_on_without(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("episodic", [False, True])
-def test_compiled_it_computes_the_same(episodic):
-    agent, eager = (using(compute, network={"episodic": episodic}) for compute in (COMPILED, EAGER))
-    assert agent.compile([2, 3], 16) is None
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of the compiler about itself
+def test_compiled_it_computes_the_same():
+    agent, eager = (using(compute, network={"episodic": True}) for compute in (COMPILED, EAGER))
+    assert agent.compile([2], 16) is None
     for key, value in eager.model.state_dict().items():
         assert torch.equal(agent.model.state_dict()[key], value)
     assert torch.equal(agent.learner.scale.value, eager.learner.scale.value)
@@ -113,12 +111,12 @@ def test_compiled_it_computes_the_same(episodic):
         for name, value in metrics.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-3)
 
-    # Of three environments two have ended: the one that is left is planned for as before.
-    state = agent.initial_state(3, seed=5)
+    # Of two environments one has ended: the other is planned for as before, by what was compiled for two.
+    state = agent.initial_state(2, seed=5)
     alone, left = act(agent, state.select(torch.tensor([1])), num_envs=1)
     assert alone.shape == (1, 2)
     assert left.mean.shape == (1, 3, 2)
-    assert left.capacity == 3
+    assert left.capacity == 2
 
     # Weights made compiled load uncompiled, and the other way round.
     eager.load_weights(agent.weights())

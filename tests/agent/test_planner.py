@@ -20,7 +20,7 @@ def randomise(agent, seed=0):
 
 def test_warm_start_is_the_last_plan_one_step_on_and_zero_where_an_episode_begins():
     mean = torch.arange(18.0).view(3, 3, 2) + 1
-    shifted = shift(mean, first(True, False, True))
+    shifted = shift(mean, first(True, False, True), 1)
     assert not shifted[0].any()
     assert not shifted[2].any()
     assert torch.equal(shifted[1, :2], mean[1, 1:])
@@ -32,7 +32,7 @@ def test_reset_mask_cuts_the_warm_start_of_just_the_masked_environments():
     obs = torch.randn(3, 3)
 
     def act(mean, mask):
-        state = PlannerState(mean, torch.Generator().manual_seed(5), capacity=3)
+        state = PlannerState(mean, mean[:, :0], torch.Generator().manual_seed(5), capacity=3)
         return agent.act(obs, state, mask, explore=False)[0]
 
     warm = torch.rand(3, 3, 2)
@@ -122,7 +122,8 @@ def test_planning_finds_the_action_that_the_model_rewards():
 
     noise = PlannerNoise.draw(agent.planner, 2, 2, 3, explore=False, generator=torch.Generator().manual_seed(0))
     planner = Known(agent.model, agent.planner, 0.99, Compute())
-    action, mean = planner.plan(torch.zeros(2, 3), torch.zeros(2, 3, 2), first(True, True), noise)
+    action, mean = planner.plan(torch.zeros(2, 3), torch.zeros(2, 3, 2), noise)
+    action = action[:, 0]
     assert (action[:, 0] > 0.9).all()
     assert (action[:, 1] < -0.9).all()
     assert mean.shape == (2, 3, 2)
@@ -142,3 +143,35 @@ def test_without_mpc_the_policy_prior_acts_by_its_mean_or_a_sample():
     torch.testing.assert_close(mean, agent.model.policy_distribution(agent.model.encode(obs))[0].tanh())
     sample, _ = agent.act(obs, agent.initial_state(4, seed=1), begin, explore=True)
     assert not torch.equal(mean, sample)
+
+
+def test_several_actions_of_one_plan_are_taken_one_after_another():
+    agent = randomise(make_agent(planner={"plan_every": 2, "num_pi_trajs": 0}))
+    obs, goes_on = torch.randn(2, 3), first(False, False)
+    state = agent.initial_state(2, seed=1)
+    planned, state = agent.act(obs, state, first(True, True), explore=False)
+    solution = state.mean
+    second, state = agent.act(torch.randn(2, 3), state, goes_on, explore=False)  # looks at no observation
+    assert torch.equal(state.mean, solution)
+    assert not torch.equal(planned, second)
+    third, state = agent.act(obs, state, goes_on, explore=False)
+    assert not torch.equal(state.mean, solution)
+
+    # The second plan started where the first had come to, two steps on.
+    again = agent.initial_state(2, seed=1)
+    _, again = agent.act(obs, again, first(True, True), explore=False)
+    again.queue = again.queue[:, 1:]
+    expected, _ = agent.act(obs, again, goes_on, explore=False)
+    assert torch.equal(third, expected)
+
+
+def test_an_episode_that_begins_ends_the_plan_that_was_made_before_it():
+    agent = randomise(make_agent(planner={"plan_every": 3}))
+    obs, state = torch.randn(2, 3), agent.initial_state(2, seed=1)
+    _, state = agent.act(obs, state, first(True, True), explore=True)
+    assert state.queue.shape == (2, 2, 2)
+    _, state = agent.act(obs, state, first(False, True), explore=True)
+    assert state.queue.shape == (2, 2, 2)
+    _, state = agent.act(obs, state, first(False, False), explore=True)
+    assert state.queue.shape == (2, 1, 2)
+    assert state.select(torch.tensor([1])).queue.shape == (1, 1, 2)
