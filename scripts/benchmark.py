@@ -1,17 +1,22 @@
-"""Measure how fast the code is: `python scripts/benchmark.py suite=ops task=walker-walk`; `--help` lists every key."""
+"""Measure how fast the code is, and how fast it learns: `suite=ops`, `suite=wallclock`, `suite=regress`.
 
+`python scripts/benchmark.py suite=wallclock --help` lists the keys of a suite.
+"""
+
+import sys
 from importlib import import_module
 
 import hydra
 from omegaconf import DictConfig
 
+from tdmpc.benchmarks.suites import COMMANDS, parse, suite_of
 from tdmpc.command_line import from_hydra, one_line_errors, prepare_arguments
 from tdmpc.commands import BENCHMARK
 from tdmpc.config import BenchmarkConfig
 
 
 @hydra.main(config_path="../configs", config_name="benchmark", version_base="1.3")
-def main(composed: DictConfig) -> None:
+def time_operations(composed: DictConfig) -> None:
     """Check what was asked for, then measure it."""
     with one_line_errors():
         config = from_hydra(BenchmarkConfig, composed)
@@ -22,6 +27,21 @@ def main(composed: DictConfig) -> None:
         import_module(f"tdmpc.benchmarks.{config.suite}").run(config)
 
 
+def run_trainings(suite: str) -> None:
+    """Check what was asked for, then carry out the suite, whose runs are commands of train.py."""
+    with one_line_errors():
+        request = parse(suite, sys.argv[1:])
+    from tdmpc.runs import USER_ERRORS
+
+    with one_line_errors(*USER_ERRORS):
+        import_module(f"tdmpc.benchmarks.{suite}").run(*request)
+
+
 if __name__ == "__main__":
-    prepare_arguments(BENCHMARK)
-    main()
+    with one_line_errors():
+        chosen = suite_of(sys.argv[1:])
+    if chosen in COMMANDS:
+        run_trainings(chosen)
+    else:
+        prepare_arguments(BENCHMARK)
+        time_operations()

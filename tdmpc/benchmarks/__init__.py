@@ -1,1 +1,1 @@
-"""Suites of measurements, one module each: `run(config)` of the module that `suite=` names does all of it."""
+"""Suites of measurements, one module each: `run` of the module that `suite=` names does all of it."""

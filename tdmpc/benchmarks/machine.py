@@ -16,7 +16,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return what tells machines, installations and states of the code apart, ready for JSON."""
     return {
         "cpu": _cpu(),
-        "cores": _cores(),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,
@@ -27,7 +27,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _cores() -> int:
+def cores() -> int:
     """Return the number of cores that this process may use, as far as the system says."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
