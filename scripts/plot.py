@@ -13,11 +13,13 @@ Draw runs as PNG files: the return against steps and against wall-clock time, th
 section of the loop took, and the rates.
 
 Runs that have the same task and exp_name are seeds of one experiment. They become one line, their mean, in a band from
-their least to their greatest value, as far as all of them have come; other runs are overlaid."""
+their least to their greatest value, as far as all of them have come; other runs are overlaid. The directory of a group
+of workers stands for their runs: those that merge are one such line, and the control beside them is another."""
 EXAMPLES = """\
 examples:
   python scripts/plot.py runs/walker-walk/default/seed-1
-  python scripts/plot.py runs/walker-walk/*/seed-* --out comparison"""
+  python scripts/plot.py runs/walker-walk/*/seed-* --out comparison
+  python scripts/plot.py runs/walker-walk/merged/seed-1    # workers, and their control"""
 
 
 class Parser(argparse.ArgumentParser):

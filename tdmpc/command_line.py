@@ -4,10 +4,12 @@ Hydra composes presets, overrides and multiruns. It is given plain values and so
 keys; types and limits are checked by the configuration itself. Importing this module tells Hydra the defaults.
 """
 
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
@@ -17,8 +19,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tdmpc.commands import EVALUATE, TRAIN, Command, group_options, help_text
+from tdmpc.commands import BENCHMARK, EVALUATE, TRAIN, Command, group_options, help_text
 from tdmpc.keys import ConfigError, SomeSection, defaults, from_mapping, keys_of, one_of, refusal, require, unknown_key
+from tdmpc.multirun import completed
 
 INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 
@@ -47,8 +50,10 @@ def one_line_errors(*user_errors: type[Exception]) -> Iterator[None]:
         raise SystemExit(INTERRUPTED) from None
 
 
-def from_hydra(config_class: type[SomeSection], composed: DictConfig) -> SomeSection:
-    """Make a configuration from what Hydra has composed.
+def from_hydra(
+    config_class: type[SomeSection], composed: DictConfig, environ: Mapping[str, str] = os.environ
+) -> SomeSection:
+    """Make a configuration from what Hydra has composed, and torchrun has put into the environment.
 
     Raises ConfigError where a key is unknown or its value is not allowed, or where the checkpoint does not exist.
     """
@@ -57,11 +62,24 @@ def from_hydra(config_class: type[SomeSection], composed: DictConfig) -> SomeSec
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(values, dict)
-    config = from_mapping(config_class, {str(name): value for name, value in values.items()})
+    values = {str(name): value for name, value in values.items()}
+    if isinstance(values.get("merge"), dict) and "TORCHELASTIC_RUN_ID" in environ:
+        values["merge"] |= _numbered_by_torchrun(values["merge"], int(environ["RANK"]), int(environ["WORLD_SIZE"]))
+    config = from_mapping(config_class, values)
     checkpoint = getattr(config, "checkpoint", None)
     if checkpoint is not None:
         require(Path(checkpoint).exists(), "checkpoint", checkpoint, "there is no such file or directory")
     return config
+
+
+def _numbered_by_torchrun(merge: Mapping[str, Any], rank: int, world_size: int) -> dict[str, int]:
+    """Return the keys of a worker that torchrun has started: the rank is its number."""
+    if world_size > 1:
+        require(merge["strategy"] != "none", "merge", "none", "must be a strategy, for torchrun has started workers")
+    require(merge["worker"] in (0, rank), "merge.worker", merge["worker"], f"must be left to torchrun, here {rank}")
+    workers_fit = merge["workers"] in (None, world_size)
+    require(workers_fit, "merge.workers", merge["workers"], f"must be left to torchrun, which has started {world_size}")
+    return {"worker": rank, "workers": world_size}
 
 
 def checked_arguments(command: Command, arguments: Sequence[str]) -> list[str]:
@@ -75,14 +93,16 @@ def checked_arguments(command: Command, arguments: Sequence[str]) -> list[str]:
     if options.help:
         print(help_text(command))
         raise SystemExit(0)
-    for argument in options.overrides:
-        _check_override(command, argument, options.multirun)
+    overrides = [_parsed(argument) for argument in options.overrides]
+    for override in overrides:
+        _check_override(command, override, options.multirun)
     flags = [word for word in arguments if word not in options.overrides]
-    return flags + options.overrides
+    more = completed(overrides, command.name) if options.multirun else []
+    return flags + options.overrides + more
 
 
-def _check_override(command: Command, argument: str, multirun: bool) -> None:
-    override = _parsed(argument)
+def _check_override(command: Command, override: Override, multirun: bool) -> None:
+    argument = override.input_line
     if override.is_hydra_override():
         return
     name = override.key_or_group
@@ -124,5 +144,5 @@ def _register_defaults(command: Command) -> None:
     ConfigStore.instance().store(name=f"{command.name}_defaults", node=node)
 
 
-for _command in (TRAIN, EVALUATE):
+for _command in (TRAIN, EVALUATE, BENCHMARK):
     _register_defaults(_command)

@@ -1,8 +1,8 @@
 """The scripts as the command line presents them: keys, presets, examples, help."""
 
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tdmpc.config import BenchmarkConfig, EvaluateConfig, TrainConfig
@@ -21,24 +21,26 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class Command:
-    """A script: its keys, the groups from which presets are chosen, and examples of its arguments."""
+    """A script: its keys, the groups from which presets are chosen, examples of its arguments, and its flags."""
 
     name: str
     purpose: str
     config_class: type[Section]
     groups: tuple[str, ...]
     examples: tuple[str, ...]
+    flags: Mapping[str, str] = field(default_factory=FLAGS.copy)
 
 
 TRAIN = Command(
     name="train",
     purpose="Train a TD-MPC2 agent.",
     config_class=TrainConfig,
-    groups=("experiment",),
+    groups=("merge", "experiment"),
     examples=(
         "experiment=quickstart",
         "task=cheetah-run num_envs=4 steps_per_update=4 steps=5e5",
         "-m task=walker-walk,walker-run seed=1,2,3",
+        "-m hydra/launcher=joblib merge=mean merge.worker=0,1,2,3,4 exp_name=merged",
     ),
 )
 EVALUATE = Command(
@@ -49,13 +51,18 @@ EVALUATE = Command(
     examples=(
         "task=walker-walk checkpoint=agent.pt",
         "task=walker-walk checkpoint=agent.pt eval_episodes=100 num_envs=10",
+        "task=walker-walk checkpoint=agent.pt csv=episodes.csv save_video=true",
         "-m task=walker-walk checkpoint=agent.pt mpc=true,false",
     ),
 )
 
 BENCHMARK = Command(
     name="benchmark",
-    purpose="Measure how fast the operations of training are.",
+    purpose=(
+        "Measure how fast the operations of training are. Two other suites have keys of their own, which\n"
+        "`suite=wallclock --help` and `suite=regress --help` list: whole runs of variants against wall-clock\n"
+        "time, and a fixed set of runs against a stored reference."
+    ),
     config_class=BenchmarkConfig,
     groups=(),
     examples=(
@@ -80,7 +87,7 @@ def help_text(command: Command) -> str:
             f"{command.purpose}\n\n{script} [flags] [key=value ...]",
             *_key_blocks(command),
             *_group_blocks(command),
-            _block("Flags", FLAGS),
+            _block("Flags", command.flags),
             "\n".join(["Examples", *(f"  {script} {example}" for example in command.examples)]),
         ]
     )
@@ -97,7 +104,7 @@ def _group_blocks(command: Command) -> Iterator[str]:
         yield _block(f"Presets ({group})", {f"{group}={name}": purpose for name, purpose in options})
 
 
-def _block(title: str, entries: dict[str, str]) -> str:
+def _block(title: str, entries: Mapping[str, str]) -> str:
     return "\n".join([title, *(_entry(name, sentence) for name, sentence in entries.items())])
 
 

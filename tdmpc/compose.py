@@ -16,11 +16,13 @@ from envs import RenderError, VectorEnv, make_vector
 from tdmpc.agent.agent import TDMPC2
 from tdmpc.agent.compute import Compute, has_fast_bf16
 from tdmpc.agent.settings import LearnerSettings, NetworkSettings, PlannerSettings, discount_factor, pick
-from tdmpc.config import EvaluateConfig, TrainConfig
+from tdmpc.config import EvaluateConfig, Merge, TrainConfig
+from tdmpc.group import build_merger
 from tdmpc.keys import ConfigError
 from tdmpc.replay import ReplayBuffer, bytes_needed
 from tdmpc.replay_segments import ReplaySegments
 from tdmpc.seeding import Seeds, Stream
+from tdmpc.sharing import own_gpu, set_threads
 from tdmpc.telemetry.recorder import Recorder
 from tdmpc.telemetry.system import SystemMetrics
 from tdmpc.telemetry.timers import Timers
@@ -38,31 +40,31 @@ MIN_COMPILED_CALLS = 3000  # plans and updates that take about as long, uncompil
 MAX_EVAL_ENVS = 10  # evaluation environments that are stepped together; more episodes run in groups
 
 
-def set_up_torch(config: TrainConfig | EvaluateConfig) -> torch.device:
-    """Set the number of threads and return the device to compute on.
+def set_up_torch(config: TrainConfig | EvaluateConfig, announce: Callable[[str], None] = print) -> torch.device:
+    """Set the number of threads and return the device to compute on; `announce` is told where others share them.
 
     Raises:
         ConfigError: cuda is asked for and there is none.
     """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    merge = config.merge if isinstance(config, TrainConfig) else Merge()
+    set_threads(merge, config.threads, announce)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda: torch finds no CUDA device; allowed here: auto, cpu")
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if cuda else "cpu")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return own_gpu(merge)
 
 
 def choose_compute(
-    config: TrainConfig | EvaluateConfig, device: torch.device, calls: float, announce: Callable[[str], None]
+    config: TrainConfig | EvaluateConfig, device: torch.device, announce: Callable[[str], None]
 ) -> Compute:
-    """Return how to compute.
+    """Return how to compute; `announce` is told what cannot be had.
 
-    Args:
-        config: the keys `compile`, `compile_mode`, `precision` and `update_precision`.
-        device: where to.
-        calls: how many plans and updates there will be; compiling must pay within them.
-        announce: is told what cannot be had.
+    `compile=auto` compiles where it pays within the run, which for an evaluation is hardly ever.
     """
+    calls = 0.0
+    if isinstance(config, TrainConfig):
+        calls = config.steps / config.num_envs + config.steps / config.steps_per_update
     compile = config.compile == "true" or (config.compile == "auto" and calls >= MIN_COMPILED_CALLS)
     if compile and shutil.which(os.environ.get("CXX", "g++")) is None:
         announce("warning: compile: there is no C++ compiler (g++, or what CXX names), going on without")
@@ -97,20 +99,21 @@ def build_trainer(
     Raises:
         ConfigError, TaskError, CheckpointError: a key does not fit what it names.
     """
-    device = set_up_torch(config)
-    seeds, timers = Seeds(config.seed), Timers(device=device)
+    device = set_up_torch(config, recorder.announce)
+    seeds, timers = Seeds(config.seed, config.merge.worker if config.merge.merges else 0), Timers(device=device)
     # First, because OpenGL is chosen with the first environment; and because what does not fit should be refused
     # before the processes of training environments are started.
-    eval_envs, videos = _eval_envs_and_videos(config, run, recorder, stack)
+    compute = choose_compute(config, device, recorder.announce)
+    eval_envs, videos = _eval_envs_and_videos(config, _num_eval_envs(config, compute, device), run, recorder, stack)
     network, weights = _network_and_weights(config, eval_envs)
     _check_memory(config, eval_envs, device, recorder)
     envs = stack.enter_context(make_vector(config.task, config.num_envs, vector=config.vector, options=config.env))
-    calls = config.steps / config.num_envs + config.steps / config.steps_per_update
-    compute = choose_compute(config, device, calls, recorder.announce)
     learner, episode_length = pick(LearnerSettings, config), envs.max_episode_steps
-    agent = _build_agent(config, network, learner, compute, episode_length, seeds, device, timers)
+    init = Seeds(config.seed) if config.merge.shared_init else seeds
+    agent = _build_agent(config, network, learner, compute, episode_length, seeds, device, timers, init)
     if weights is not None:
         agent.load_weights(weights)
+    seed_steps = _seed_steps(config, envs)
     replay = ReplayBuffer(
         **_replay_shape(config, envs), horizon=config.horizon, rng=seeds.generator(Stream.REPLAY), device=device
     )
@@ -121,9 +124,10 @@ def build_trainer(
         evaluator=Evaluator(agent, eval_envs, seeds, timers),
         recorder=recorder,
         timers=timers,
-        settings=pick(TrainerSettings, config, seed_steps=_seed_steps(config, envs)),
+        settings=pick(TrainerSettings, config, seed_steps=seed_steps),
         videos=videos,
         saver=_saver(config, run, replay, recorder),
+        merger=build_merger(config, run, agent, seed_steps, timers, recorder.announce, should_stop),
         should_stop=should_stop,
         system=SystemMetrics(device, lambda: replay.nbytes),
         trace=_trace(config, run, recorder, stack),
@@ -179,9 +183,8 @@ def build_evaluator(config: EvaluateConfig, stack: ExitStack) -> Evaluator:
     envs = stack.enter_context(_make_eval_envs(config, min(config.num_envs, config.eval_episodes)))
     here = {"observation_size": envs.observation_size, "action_size": envs.action_size}
     check_sizes(config.checkpoint, weights["network"], here)
-    calls = config.eval_episodes / envs.num_envs * envs.max_episode_steps
-    compute = choose_compute(config, device, calls, print)
-    agent = _build_agent(config, network, None, compute, envs.max_episode_steps, seeds, device, timers)
+    compute = choose_compute(config, device, print)
+    agent = _build_agent(config, network, None, compute, envs.max_episode_steps, seeds, device, timers, seeds)
     agent.load_weights(weights)
     return Evaluator(agent, envs, seeds, timers)
 
@@ -195,6 +198,7 @@ def _build_agent(
     seeds: Seeds,
     device: torch.device,
     timers: Timers,
+    init: Seeds,
 ) -> TDMPC2:
     # Large action spaces get two more iterations, as published.
     iterations = config.iterations + (2 if network.action_size >= 20 else 0)
@@ -203,7 +207,7 @@ def _build_agent(
         pick(PlannerSettings, config, iterations=iterations),
         learner,
         discount=discount_factor(episode_length, config.discount_denom, config.discount_min, config.discount_max),
-        init_seed=seeds.integer(Stream.INIT),
+        init_seed=init.integer(Stream.INIT),
         update_seed=seeds.integer(Stream.UPDATE),
         device=device,
         compute=compute,
@@ -211,11 +215,22 @@ def _build_agent(
     )
 
 
+def _num_eval_envs(config: TrainConfig, compute: Compute, device: torch.device) -> int:
+    """Return how many evaluation environments to step together.
+
+    On a CPU planning for ten takes almost as long as ten times planning for one. Planning for as many as in training
+    spares compiling for another number.
+    """
+    if compute.compile and device.type == "cpu":
+        return config.num_envs
+    return min(config.eval_episodes, MAX_EVAL_ENVS)
+
+
 def _eval_envs_and_videos(
-    config: TrainConfig, run: Path, recorder: Recorder, stack: ExitStack
+    config: TrainConfig, num_envs: int, run: Path, recorder: Recorder, stack: ExitStack
 ) -> tuple[VectorEnv, Filming]:
     """Make the evaluation environments, and what films them; without OpenGL they are made all the same."""
-    make = partial(_make_eval_envs, config, min(config.eval_episodes, MAX_EVAL_ENVS))
+    make = partial(_make_eval_envs, config, num_envs)
     if not config.save_video:
         return stack.enter_context(make()), NoVideos()
     try:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, ClassVar, get_args, get_origin
 
-from tdmpc.keys import Key, Section, key, keys_of, require, shown
+from tdmpc.keys import ConfigError, Key, Section, key, keys_of, require, shown
 
 MODEL_SIZES: dict[int, dict[str, int]] = {
     1: {"num_enc_layers": 2, "enc_dim": 256, "mlp_dim": 384, "latent_dim": 128, "num_q": 2},
@@ -24,8 +24,10 @@ FIXED = (
     *("task", "obs", "env", "num_envs", "episodic", "seed", "seed_steps", "steps_per_update", "buffer_size", "horizon"),
     *("model_size", "num_enc_layers", "enc_dim", "mlp_dim", "latent_dim", "num_q", "simnorm_dim", "num_bins"),
     *("vmin", "vmax", "log_std_min", "log_std_max", "save_agent"),
+    *("merge.strategy", "merge.worker", "merge.workers", "merge.control", "merge.every", "merge.start"),
+    *("merge.exchange", "merge.shared_init", "merge.moments"),
 )
-"""Keys that a run keeps for good: its state was made with them."""
+"""Keys that a run keeps for good: its state, or that of its group, was made with them."""
 
 UNSAFE_IN_A_NAME = re.compile(r"[^\w.+=-]+")
 
@@ -97,6 +99,7 @@ class Planning(Section):
     """Planning."""
 
     mpc: bool = key(True, "Plan every action; false takes it from the policy prior.")
+    plan_every: int = key(1, "Number of actions that are taken from one plan; 1 plans anew at every step.", ge=1)
     horizon: int = key(3, "Number of steps planned ahead, and of the steps that a slice is long.", ge=1)
     iterations: int = key(
         6, "Iterations of a plan, to which 2 are added where actions have at least 20 dimensions.", ge=1
@@ -113,6 +116,8 @@ class Planning(Section):
         at_most_all = f"must be at most num_samples ({self.num_samples})"
         require(self.num_elites <= self.num_samples, "num_elites", self.num_elites, at_most_all)
         require(self.num_pi_trajs <= self.num_samples, "num_pi_trajs", self.num_pi_trajs, at_most_all)
+        at_most_horizon = f"must be at most horizon ({self.horizon})"
+        require(self.plan_every <= self.horizon, "plan_every", self.plan_every, at_most_horizon)
         at_most_max = f"must be at most max_std ({self.max_std})"
         require(self.min_std <= self.max_std, "min_std", self.min_std, at_most_max)
 
@@ -178,7 +183,12 @@ class Machine(Section):
 
     seed: int = key(1, "Seed of everything that is random.", ge=0)
     device: str = key("auto", "Where to compute; auto takes cuda if there is one.", choices=("auto", "cpu", "cuda"))
-    threads: int | None = key(None, "Number of CPU threads of torch; null leaves it to torch.", ge=1)
+    threads: int | str = key(
+        "auto",
+        "Number of CPU threads of torch; auto divides the cores among workers, and leaves it to torch without any.",
+        ge=1,
+        words=("auto",),
+    )
     compile: str = key(
         "auto",
         "Whether to compile plans and updates; auto does where the run is long enough to gain by it.",
@@ -259,6 +269,75 @@ class Profile(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Merge(Section):
+    """Merging of workers that train side by side."""
+
+    prefix = "merge."
+
+    strategy: str = key(
+        "none",
+        "What becomes of the weights when workers meet; each is explained with its preset.",
+        choices=("none", "mean", "nesterov", "elastic", "weighted"),
+    )
+    worker: int = key(0, "Number of this worker, from 0; torchrun gives every process its own.", ge=0)
+    workers: int | None = key(
+        None, "Number of workers; null takes that of the multirun or of torchrun, and else it must be given.", ge=1
+    )
+    control: bool = key(True, "Whether worker 0 trains alone, for comparison: it neither merges nor publishes.")
+    every: int = key(2500, "Steps of this worker between rounds of merging.", ge=1)
+    start: int | None = key(
+        None, "Step from which rounds are counted, the first being `every` steps later; null takes seed_steps.", ge=0
+    )
+    exchange: str = key(
+        "files",
+        "How workers meet: files (in a folder beside their runs), or distributed (the processes of one torchrun).",
+        choices=("files", "distributed"),
+    )
+    sync: bool = key(
+        False, "Whether a round waits for that of all others; false takes what is there, distributed always waits."
+    )
+    timeout: float = key(60.0, "Seconds after which others are not waited for any longer.", gt=0)
+    max_age: int | None = key(
+        None, "Steps that another's weights may be behind, where nobody waits; null takes twice `every`.", ge=0
+    )
+    shared_init: bool = key(True, "Whether all workers begin with the same weights; all else differs between them.")
+    moments: bool = key(False, "Whether the moments of the optimisers are merged as well.")
+    lr: float = key(0.7, "Learning rate of nesterov.", gt=0)
+    momentum: float = key(0.9, "Momentum of nesterov.", ge=0, lt=1)
+    alpha: float = key(0.5, "Share of the way to the mean that elastic goes.", gt=0, le=1)
+    temperature: float = key(
+        1.0, "Standard deviations of the return that are a factor of e in weight, in weighted.", gt=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.merges:
+            return
+        if self.workers is None:
+            raise ConfigError(
+                f"merge.workers: must be given with merge.strategy={self.strategy}, as in merge.workers=3, except in a "
+                "multirun over merge.worker and under torchrun"
+            )
+        below_all = f"must be below merge.workers ({self.workers})"
+        require(self.worker < self.workers, "merge.worker", self.worker, below_all)
+
+    @property
+    def merges(self) -> bool:
+        """Whether this run is one of a group of workers."""
+        return self.strategy != "none"
+
+    @property
+    def is_control(self) -> bool:
+        """Whether this worker is the one that trains alone."""
+        return self.merges and self.control and self.worker == 0
+
+    @property
+    def members(self) -> list[int]:
+        """Numbers of the workers that merge."""
+        return list(range(int(self.control), self.workers or 0)) if self.merges else []
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(
     Task, Stepping, Training, Evaluation, Planning, Discount, ActorCritic, Architecture, Machine, Recording
 ):
@@ -266,9 +345,13 @@ class TrainConfig(
 
     log: Log = Log()
     profile: Profile = Profile()
+    merge: Merge = Merge()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        at_least_a_step = f"must be at least num_envs ({self.num_envs}), the steps that environments take together"
+        enough = not self.merge.merges or self.merge.every >= self.num_envs
+        require(enough, "merge.every", self.merge.every, at_least_a_step)
         least = self.num_envs * (self.horizon + 1)
         allowed = f"must be at least num_envs * (horizon + 1) = {least}, to hold one slice of each environment"
         require(self.buffer_size >= least, "buffer_size", self.buffer_size, allowed)
@@ -284,16 +367,20 @@ class EvaluateConfig(Evaluation, Task, Planning, Discount, Machine):
 
     checkpoint: str = key(MISSING, "Saved weights to evaluate: a run directory, a checkpoint, or a published file.")
     num_envs: int = key(10, "Number of episodes that run side by side.", ge=1)
+    csv: str | None = key(None, "New CSV file with a line for every episode; null writes none.")
+    save_video: bool = key(False, "Whether to record the first episode as a video.")
+    video_dir: str = key("videos", "Directory of the video, which is named after the steps of the weights.")
 
 
 def run_directory(config: TrainConfig) -> Path:
-    """Return where a run is kept, `<run_root>/<task>/<exp_name>/seed-<seed>`.
+    """Return where a run is kept, `<run_root>/<task>/<exp_name>/seed-<seed>[/worker-<i>]`, the last where it merges.
 
     Characters of the task that do not belong in a path become dashes: `gym:HalfCheetah-v5` is kept in
     `gym-HalfCheetah-v5`.
     """
     task = UNSAFE_IN_A_NAME.sub("-", config.task).strip("-.")
-    return Path(config.run_root) / task / config.exp_name / f"seed-{config.seed}"
+    directory = Path(config.run_root) / task / config.exp_name / f"seed-{config.seed}"
+    return directory / f"worker-{config.merge.worker}" if config.merge.merges else directory
 
 
 BENCHMARK_LISTS: dict[str, tuple[Any, ...]] = {
@@ -305,12 +392,33 @@ BENCHMARK_LISTS: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benchmark(Section):
-    """What is measured and compared.
+class Lists(Section):
+    """A section some of whose keys are lists: those whose type is a tuple.
 
-    A key whose type is a tuple takes a list, or one value for a list of it. Once made, the object holds the list
-    that null stands for.
+    Such a key takes a list, or one value for a list of it. Once made, the object holds the list that null stands for,
+    which is that of its name in `when_null`.
     """
+
+    when_null: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    def __post_init__(self) -> None:
+        # `Section` has no lists, but leaves a null that is a default alone.
+        lists = [member for member in fields(self) if get_origin(member.type) is tuple]
+        given = {member.name: getattr(self, member.name) for member in lists}
+        for member in lists:
+            object.__setattr__(self, member.name, None)
+        super().__post_init__()
+        for member in lists:
+            one = replace(keys_of(type(self))[member.name], type=get_args(member.type)[0], default=())
+            values = _listed(given[member.name], self.when_null[member.name], one)
+            object.__setattr__(self, member.name, values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark(Lists):
+    """What is measured and compared."""
+
+    when_null = BENCHMARK_LISTS
 
     suite: str = key("ops", "What to measure: ops (the operations that training consists of).", choices=("ops",))
     ops: tuple[str, ...] = key(None, "List of the operations to time; null takes all.", choices=BENCHMARK_LISTS["ops"])
@@ -325,16 +433,7 @@ class Benchmark(Section):
     fail_if_slower: bool = key(False, "Whether to exit with code 1 if an operation is slower than in the baseline.")
 
     def __post_init__(self) -> None:
-        # `Section` has no lists, but leaves a null that is a default alone.
-        lists = [member for member in fields(self) if get_origin(member.type) is tuple]
-        given = {member.name: getattr(self, member.name) for member in lists}
-        for member in lists:
-            object.__setattr__(self, member.name, None)
         super().__post_init__()
-        for member in lists:
-            one = replace(keys_of(type(self))[member.name], type=get_args(member.type)[0], default=())
-            values = _listed(given[member.name], BENCHMARK_LISTS[member.name], one)
-            object.__setattr__(self, member.name, values)
         required = not self.fail_if_slower or self.baseline is not None
         require(required, "fail_if_slower", self.fail_if_slower, "must be false without a baseline")
 

@@ -18,13 +18,14 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Which values of the right type a key accepts."""
+    """Which values of the right type a key accepts, and the words that may stand in place of one."""
 
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
     choices: tuple[str | int, ...] = ()
+    words: tuple[str, ...] = ()
 
     def accept(self, value: Any) -> bool:
         """Say whether `value` is one of the choices and within the bounds."""
@@ -66,6 +67,8 @@ class Key:
             return None
         if value is None and self.required:
             raise ConfigError(f"{self.name}: must be given; {self.sentence}")
+        if isinstance(value, str) and value in self.limits.words:
+            return value
         noun, to_type = _TYPES[self.type]
         try:
             converted = to_type(value)
@@ -74,7 +77,8 @@ class Key:
             acceptable = False
         if acceptable:
             return converted
-        raise refusal(self.name, value, f"must be {self.limits.describe(noun)}{', or null' if nullable else ''}")
+        instead = "".join(f", or {word}" for word in (*self.limits.words, *(["null"] if nullable else [])))
+        raise refusal(self.name, value, f"must be {self.limits.describe(noun)}{instead}")
 
 
 def key(default: Any, sentence: str, **limits: Any) -> Any:
@@ -178,8 +182,10 @@ def refusal(name: str, value: object, allowed: str) -> ConfigError:
 
 def unknown_key(name: str, known: Iterable[str]) -> ConfigError:
     """Make the error for a key that does not exist; it names the closest that do, of a group its keys."""
+    known, group = list(known), name.partition(".")[0]
     members = [other for other in known if other.startswith(f"{name}.")]
-    closest = members or difflib.get_close_matches(name, list(known), n=3)
+    candidates = [other for other in known if "." in name and other.startswith(f"{group}.")] or known
+    closest = members or difflib.get_close_matches(name, candidates, n=3)
     hint = f"close to it: {', '.join(closest)}" if closest else "--help lists all keys"
     return ConfigError(f"{name}: no such key; {hint}")
 

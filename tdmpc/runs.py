@@ -10,8 +10,12 @@ import yaml
 from envs import TaskError, check_task
 from tdmpc.compose import build_evaluator, build_trainer
 from tdmpc.config import FIXED, EvaluateConfig, TrainConfig, run_directory
+from tdmpc.episodes import check_new_csv, describe_episodes, drawable_envs, filming, write_csv
+from tdmpc.group import announce_end
 from tdmpc.keys import ConfigError, shown, to_yaml
+from tdmpc.merging.exchange import ExchangeError
 from tdmpc.replay import EmptyReplayError
+from tdmpc.sharing import check_meeting
 from tdmpc.telemetry.console import Console, duration
 from tdmpc.telemetry.files import EvalCsv, JsonLines
 from tdmpc.telemetry.recorder import NonFiniteError, Recorder
@@ -20,7 +24,7 @@ from tdmpc.telemetry.trackers import Background, TensorBoard, TrackerError, Wand
 from tdmpc.training.checkpoint import load_newest
 from tdmpc.training.collector import UnexpectedTerminationError
 from tdmpc.training.resume import Origin, changed_keys, find_origin
-from tdmpc.training.run_directory import RunDirectoryError, claim, copy_run, describe, forget
+from tdmpc.training.run_directory import RunDirectoryError, claim, copy_run, describe, forget, is_used
 from tdmpc.training.saver import Saver
 from tdmpc.training.stopping import StopRequest
 from tdmpc.training.trainer import Stopped, Trainer
@@ -30,6 +34,7 @@ USER_ERRORS = (
     CheckpointError,
     ConfigError,
     EmptyReplayError,
+    ExchangeError,
     NonFiniteError,
     RunDirectoryError,
     TaskError,
@@ -38,16 +43,21 @@ USER_ERRORS = (
 )
 
 
-def train(config: TrainConfig) -> None:
+def train(config: TrainConfig, label: str = "") -> None:
     """Train as configured, going on where the run directory is, and leave everything in it.
 
     Ctrl-C, SIGTERM and SIGUSR1 save the run where it can continue exactly and end it with the exit code that a shell
     reports of a program that the signal ended; a second Ctrl-C does not wait. An error saves the run too if it can.
+
+    Args:
+        config: of the run.
+        label: sets its lines apart from those of others on the same console.
     """
     run = run_directory(config)
     check_task(config.task, config.env)
+    check_meeting(config)
     origin = find_origin(run, config.resume, overwrite=config.overwrite)
-    recorder = Recorder([Console(config.steps, plain=config.log.console == "plain")])
+    recorder = Recorder([Console(config.steps, plain=config.log.console == "plain", label=label)])
     if origin is not None:
         _announce_changes(origin, config, recorder)
         if origin.run == run and origin.finished_at is not None and origin.finished_at >= config.steps:
@@ -59,9 +69,15 @@ def train(config: TrainConfig) -> None:
         trainer = build_trainer(config, run, recorder, stack, should_stop=stop)
         # Only now that everything fits together is anything written, or overwritten.
         stack.enter_context(claim(run))
-        positions = _continue(origin, run, trainer) if origin else forget(run)
+        positions = _continue(origin, run, trainer) if origin else {}
+        stack.callback(trainer.merger.close)
+        # Where it ended before its first checkpoint it starts anew, but the others may know it.
+        known = origin is not None or (is_used(run) and not config.overwrite)
+        trainer.merger.join(trainer.step, resuming=known, overwrite=config.overwrite)
+        if origin is None:
+            forget(run)
         describe(run, to_yaml(config))
-        _add_sinks(recorder, run, config, positions or {}, trainer.step if origin else None)
+        _add_sinks(recorder, run, config, positions, trainer.step if origin else None)
         recorder.announce(f"run directory: {run}")
         with stop.listening():
             _run(trainer, run, config, stop)
@@ -135,7 +151,15 @@ def _wandb(run: Path, config: TrainConfig) -> WandB:
 
 
 def _run(trainer: Trainer, run: Path, config: TrainConfig, stop: StopRequest) -> None:
-    """Train; whatever ends it, keep what was learned and say what the run came to."""
+    """Train; whatever ends it, keep what was learned and say what the run, and its group, came to."""
+    try:
+        _train(trainer, run, config, stop)
+    finally:
+        trainer.merger.close()
+        announce_end(config, run, trainer.recorder.announce)
+
+
+def _train(trainer: Trainer, run: Path, config: TrainConfig, stop: StopRequest) -> None:
     announce = trainer.recorder.announce
     try:
         trainer.train()
@@ -149,6 +173,11 @@ def _run(trainer: Trainer, run: Path, config: TrainConfig, stop: StopRequest) ->
             forget(run)  # nothing was learned, and the corrected command should not find its directory used
             raise
         _report(trainer, run, "error")
+        raise
+    except ExchangeError:
+        trainer.save()
+        _report(trainer, run, "error")
+        announce(f"ended after {trainer.step:,} steps, saved; the same command continues")
         raise
     except BaseException as error:
         _report(trainer, run, "interrupted" if isinstance(error, KeyboardInterrupt) else "error")
@@ -178,8 +207,8 @@ def _farewell(trainer: Trainer, run: Path, config: TrainConfig) -> str:
     assert outcome is not None
     counts = view.total
     lines = [
-        f"\ndone: {counts.steps:,} steps, {counts.episodes:,} episodes, {counts.updates:,} updates "
-        f"in {duration(view.total_elapsed_s)}",
+        f"\ndone: {counts.steps:,} steps, {counts.episodes:,} episodes, {counts.updates:,} updates"
+        f"{f', {counts.merges:,} merges' if config.merge.merges else ''} in {duration(view.total_elapsed_s)}",
         f"return of the last evaluation: {outcome.returns.mean():.1f} over {len(outcome.returns)} episodes",
         f"files: {run}",
         f"pictures: python scripts/plot.py {run}",
@@ -191,7 +220,7 @@ def _farewell(trainer: Trainer, run: Path, config: TrainConfig) -> str:
 
 def _evaluation_keys(config: TrainConfig) -> str:
     """Return the keys of `evaluate.py` that make it act as this run did."""
-    left_out = ("checkpoint", "eval_episodes", "num_envs", "env", "seed")
+    left_out = ("checkpoint", "eval_episodes", "num_envs", "env", "seed", "csv", "save_video", "video_dir")
     names = [f.name for f in fields(EvaluateConfig) if f.name not in left_out]
     default = TrainConfig()
     changed = [name for name in names if name == "task" or getattr(config, name) != getattr(default, name)]
@@ -200,13 +229,19 @@ def _evaluation_keys(config: TrainConfig) -> str:
 
 
 def evaluate(config: EvaluateConfig) -> None:
-    """Evaluate saved weights and print the return of every episode, mean and standard deviation."""
+    """Evaluate saved weights; print the return of every episode, the mean with its interval, the standard deviation."""
     check_task(config.task, config.env)
+    check_new_csv(config.csv)
     with ExitStack() as stack:
+        drawable = drawable_envs(config, stack)
         evaluator = build_evaluator(config, stack)
+        if drawable is not None:
+            evaluator.envs = drawable
         lifetime = evaluator.agent.lifetime
         print(f"{config.checkpoint}: weights of {lifetime.steps:,} steps and {lifetime.updates:,} updates")
-        outcome = evaluator.evaluate(config.eval_episodes, round=0)
-    for number, (value, length) in enumerate(zip(outcome.returns, outcome.lengths, strict=True)):
-        print(f"episode {number:>3}  return {value:>9.2f}  steps {length}")
-    print(f"mean {outcome.returns.mean():.2f}  std {outcome.returns.std():.2f}  episodes {len(outcome.returns)}")
+        with filming(drawable, config.video_dir, lifetime.steps).film(lifetime.steps) as take_picture:
+            outcome = evaluator.evaluate(config.eval_episodes, 0, take_picture)
+    print("\n".join(describe_episodes(outcome)))
+    if config.csv is not None:
+        write_csv(config.csv, outcome, evaluator.seeds, round=0)
+        print(f"wrote {config.csv}")

@@ -11,6 +11,7 @@ from tdmpc.commands import CONFIG_DIRECTORY, EVALUATE, HELP_WIDTH, TRAIN, group_
 from tdmpc.config import EvaluateConfig, Log, Profile, TrainConfig
 from tdmpc.keys import ConfigError, keys_of
 
+EXPERIMENTS = ", ".join(group_options("experiment"))
 SCRIPT = f"""
 import sys
 import hydra
@@ -123,8 +124,8 @@ def test_evaluation_is_composed_from_its_own_keys(tmp_path):
         ("steps.a=2", "steps.a: no such key; close to it: steps"),
         ("xyzzy=2", "xyzzy: no such key; --help lists all keys"),
         ("experimnt=none", "experimnt: no such key; close to it: experiment"),
-        ("experiment=fast", "experiment=fast: must be one of none, quickstart"),
-        ("experiment=[none]", "experiment=['none']: must be one of none, quickstart"),
+        ("experiment=fast", f"experiment=fast: must be one of {EXPERIMENTS}"),
+        ("experiment=[none]", f"experiment=['none']: must be one of {EXPERIMENTS}"),
         ("steps", "steps: must be plain key=value"),
         ("~steps", "~steps: must be plain key=value"),
         ("~env.a", "~env.a: must be plain key=value"),
@@ -163,7 +164,7 @@ def test_a_wrong_argument_is_refused_in_one_line(argument, message):
 
 
 def test_a_wrong_preset_in_a_multirun_is_refused():
-    with pytest.raises(ConfigError, match="experiment=fast: must be one of none, quickstart"):
+    with pytest.raises(ConfigError, match=f"experiment=fast: must be one of {EXPERIMENTS}"):
         checked_arguments(TRAIN, ["-m", "experiment=none,fast"])
 
 
@@ -203,7 +204,7 @@ def test_help_lists_the_keys_of_a_group_under_its_title():
 
 @pytest.mark.parametrize("command", [TRAIN, EVALUATE])
 def test_the_examples_in_the_help_are_accepted(command):
-    assert len(command.examples) == 3
+    assert len(command.examples) >= 3
     for example in command.examples:
         assert checked_arguments(command, example.split())
 

@@ -71,7 +71,7 @@ OUR_DEFAULTS = {
     "vector": "auto",
     "env": {},
     "device": "auto",
-    "threads": None,
+    "threads": "auto",
     "compile": "auto",
     "compile_mode": None,
     "precision": "auto",
@@ -86,7 +86,28 @@ OUR_DEFAULTS = {
     "wandb_silent": False,
     "log": {"console": "auto", "tensorboard": True},
     "profile": {"trace": False, "at": 100, "updates": 5},
+    "merge": {
+        "strategy": "none",
+        "worker": 0,
+        "workers": None,
+        "control": True,
+        "every": 2500,
+        "start": None,
+        "exchange": "files",
+        "sync": False,
+        "timeout": 60.0,
+        "max_age": None,
+        "shared_init": True,
+        "moments": False,
+        "lr": 0.7,
+        "momentum": 0.9,
+        "alpha": 0.5,
+        "temperature": 1.0,
+    },
 }
+
+
+MEAN = {"merge.strategy": "mean", "merge.workers": 3}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,7 +185,7 @@ def test_every_default_has_the_type_of_its_key(config_class):
 
 
 def test_evaluation_shares_its_keys_with_training():
-    assert keys_of(EvaluateConfig).keys() <= keys_of(TrainConfig).keys()
+    assert keys_of(EvaluateConfig).keys() - keys_of(TrainConfig).keys() == {"csv", "video_dir"}
 
 
 @pytest.mark.parametrize(
@@ -180,7 +201,7 @@ def test_evaluation_shares_its_keys_with_training():
         ("steps_per_update", 4, 4.0),
         ("consistency_coef", 0, 0.0),
         ("mpc", False, False),
-        ("threads", None, None),
+        ("threads", "auto", "auto"),
         ("threads", 2.0, 2),
         ("latent_dim", 1024.0, 1024),
         ("latent_dim", None, 512),
@@ -216,7 +237,10 @@ def test_a_value_becomes_the_type_of_its_key(name, given, expected):
         ({"steps": True}, "steps=true: must be a whole number of at least 1"),
         ({"steps": math.inf}, "steps=inf: must be a whole number of at least 1"),
         ({"steps": {"a": 1}}, "steps={'a': 1}: must be a whole number of at least 1"),
-        ({"threads": "all"}, "threads=all: must be a whole number of at least 1, or null"),
+        ({"threads": "all"}, "threads=all: must be a whole number of at least 1, or auto"),
+        ({"threads": None}, "threads=null: must be a whole number of at least 1, or auto"),
+        ({"threads": "2"}, "threads=2: must be a whole number of at least 1, or auto"),
+        ({"threads": 0}, "threads=0: must be a whole number of at least 1, or auto"),
         ({"episodic": 3}, "episodic=3: must be true or false"),
         ({"mpc": "maybe"}, "mpc=maybe: must be true or false"),
         ({"lr": "fast"}, "lr=fast: must be a finite number above 0"),
@@ -260,6 +284,27 @@ def test_a_value_becomes_the_type_of_its_key(name, given, expected):
             {"buffer_size": 15, "num_envs": 4},
             "buffer_size=15: must be at least num_envs * (horizon + 1) = 16, to hold one slice of each environment",
         ),
+        # Workers that merge.
+        ({"merge.strategy": "median"}, "merge.strategy=median: must be one of none, mean, nesterov, elastic, weighted"),
+        ({"merge.every": 0}, "merge.every=0: must be a whole number of at least 1"),
+        (
+            MEAN | {"merge.every": 3, "num_envs": 4},
+            "merge.every=3: must be at least num_envs (4), the steps that environments take together",
+        ),
+        (MEAN | {"merge.worker": 3}, "merge.worker=3: must be below merge.workers (3)"),
+        (MEAN | {"merge.worker": -1}, "merge.worker=-1: must be a whole number of at least 0"),
+        (
+            MEAN | {"merge.workers": None},
+            "merge.workers: must be given with merge.strategy=mean, as in merge.workers=3, except in a multirun over "
+            "merge.worker and under torchrun",
+        ),
+        (MEAN | {"merge.exchange": "post"}, "merge.exchange=post: must be one of files, distributed"),
+        (MEAN | {"merge.timeout": 0}, "merge.timeout=0: must be a finite number above 0"),
+        (MEAN | {"merge.max_age": -1}, "merge.max_age=-1: must be a whole number of at least 0, or null"),
+        (MEAN | {"merge.lr": 0}, "merge.lr=0: must be a finite number above 0"),
+        (MEAN | {"merge.momentum": 1}, "merge.momentum=1: must be a finite number of at least 0 and below 1"),
+        (MEAN | {"merge.alpha": 1.5}, "merge.alpha=1.5: must be a finite number above 0 and of at most 1"),
+        (MEAN | {"merge.temperature": 0}, "merge.temperature=0: must be a finite number above 0"),
         # Names that become paths.
         ({"task": "../.."}, "task=../..: must be the name of a task"),
         *(
@@ -368,6 +413,27 @@ def test_configs_do_not_share_their_environment_options():
 def test_the_run_directory_is_named_after_task_experiment_and_seed(task, directory):
     config = TrainConfig(task=task, exp_name="small", seed=3)
     assert run_directory(config) == Path("runs", directory, "small", "seed-3")
+
+
+def test_workers_that_merge_have_directories_beside_each_other():
+    merging = [from_mapping(TrainConfig, MEAN | {"merge.worker": worker}) for worker in range(3)]
+    directories = [run_directory(config) for config in merging]
+    assert [directory.name for directory in directories] == ["worker-0", "worker-1", "worker-2"]
+    assert {directory.parent for directory in directories} == {run_directory(TrainConfig())}
+
+
+def test_a_worker_that_does_not_merge_is_a_plain_run():
+    plain = from_mapping(TrainConfig, {"merge.worker": 5})
+    assert run_directory(plain) == run_directory(TrainConfig())
+    assert not plain.merge.merges
+    assert not plain.merge.is_control
+
+
+@pytest.mark.parametrize(("control", "members"), [(True, [1, 2]), (False, [0, 1, 2])])
+def test_the_control_is_no_member(control, members):
+    merging = from_mapping(TrainConfig, MEAN | {"merge.control": control}).merge
+    assert merging.members == members
+    assert merging.is_control is control
 
 
 def test_runs_can_be_kept_elsewhere(tmp_path):

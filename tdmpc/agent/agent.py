@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tdmpc.agent.compute import EAGER, Compute
 from tdmpc.agent.learner import Batch, Learner, UpdateNoise
-from tdmpc.agent.planner import Planner, PlannerNoise, PlannerState
+from tdmpc.agent.planner import Planner, PlannerNoise, PlannerState, shift
 from tdmpc.agent.settings import LearnerSettings, NetworkSettings, PlannerSettings, Section, no_section
 from tdmpc.agent.world_model import WorldModel
 
@@ -77,7 +77,7 @@ class TDMPC2:
     def initial_state(self, num_envs: int, seed: int) -> PlannerState:
         """Return the state to hand to the first `act` on `num_envs` environments, with its own random stream."""
         mean = torch.zeros(num_envs, self.planner.horizon, self.network.action_size, device=self.device)
-        return PlannerState(mean, torch.Generator(self.device).manual_seed(seed), num_envs)
+        return PlannerState(mean, mean[:, :0], torch.Generator(self.device).manual_seed(seed), num_envs)
 
     def compile(self, num_envs: Collection[int], batch_size: int) -> str | None:
         """Compile what will be called, plans for these numbers of environments and updates of this batch size.
@@ -122,16 +122,24 @@ class TDMPC2:
         """
         if not self.planner.mpc:
             return self._act_from_policy(obs, state, explore), state
-        num_envs = len(obs)
+        if state.queue.shape[1] > 0 and not first.any():
+            return state.queue[:, 0], replace(state, queue=state.queue[:, 1:])
+        return self._act_from_plan(obs, state, first, explore)
+
+    def _act_from_plan(
+        self, obs: Tensor, state: PlannerState, first: Tensor, explore: bool
+    ) -> tuple[Tensor, PlannerState]:
+        num_envs, taken = len(obs), self.planner.plan_every - state.queue.shape[1]
+        mean = shift(state.mean, first, taken)
         # What is compiled is compiled for a number of environments: where some have ended, others stand in.
         lacking = state.capacity - num_envs if self.compute.compile else 0
-        obs, mean, first = (_pad(tensor, lacking) for tensor in (obs, state.mean, first))
+        obs, mean = _pad(obs, lacking), _pad(mean, lacking)
         noise = PlannerNoise.draw(
             self.planner, len(obs), self.network.action_size, self.network.num_q, explore, state.generator
         )
         with self.section("plan"):
-            action, mean = self._planner.plan(obs, mean, first, noise)
-        return action[:num_envs], replace(state, mean=mean[:num_envs])
+            actions, mean = self._planner.plan(obs, mean, noise)
+        return actions[:num_envs, 0], replace(state, mean=mean[:num_envs], queue=actions[:num_envs, 1:])
 
     def _act_from_policy(self, obs: Tensor, state: PlannerState, explore: bool) -> Tensor:
         shape = (len(obs), self.network.action_size)

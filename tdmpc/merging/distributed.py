@@ -90,6 +90,10 @@ class TorchDistributed:
         for worker, other in zip(self.members[1:], others, strict=True):
             self._require_equal(worker, other["fingerprint"], first["fingerprint"])
 
+    def reached(self, round: int) -> int:
+        """Return the last round that any member has done: those who went further back are left out until then."""
+        return max(card["round"] for card in self._gather({"round": round}))
+
     def publish(self, header: Header, state: State) -> None:
         """Keep a copy of a state for those who will read it."""
         self._own = replace(header, group=self.group)

@@ -28,6 +28,7 @@ from tdmpc.merging.messages import (
     read_header,
     read_message,
     read_note,
+    read_statuses,
     write_first_note,
     write_message,
     write_note,
@@ -77,6 +78,10 @@ class Exchange(Protocol):
         Raises:
             ExchangeError: that isn't possible.
         """
+        ...
+
+    def reached(self, round: int) -> int:
+        """Return the last round that is over for this worker, given the last one that it has done itself."""
         ...
 
     def publish(self, header: Header, state: State) -> None:
@@ -168,6 +173,7 @@ class Filesystem:
         self._locks_tell = False  # whether a lock that is free means that its worker doesn't live
         self._own: Header | None = None
         self._layout: Layout = {}
+        self._absent: dict[int, Status | None] = {}  # who wasn't running when this worker joined, with what they noted
         self._late: set[int] = set()  # waited for in vain once, and not again before they have caught up
         self._foreign: set[int] = set()
         self._said: dict[int, str] = {}
@@ -177,7 +183,8 @@ class Filesystem:
         """Become part of the group of the folder, which is founded where there is none.
 
         A worker that starts anew and finds messages of its own is taken for restarted while others are running;
-        when nobody is, they are what an earlier experiment has left.
+        when nobody is, they are what an earlier experiment has left. To be running is to have joined, so of workers
+        that start together, the first one to join decides.
 
         Raises:
             ExchangeError: the folder is of other settings or an earlier experiment (and `overwrite` is false, or
@@ -187,14 +194,22 @@ class Filesystem:
             with self._writing():
                 self.folder.path.mkdir(parents=True, exist_ok=True)
                 self._claim()
+                if not resuming:
+                    self.folder.note(self.worker).unlink(missing_ok=True)
                 with locked(self.folder.path / "group.lock", self.announce):
                     self.group = self._enter(resuming, overwrite)
                     self._tidy(resuming)
+                    running = self._running()
+                    self._absent = {n: self._status_of(n) for n in self._others if n not in running}
                     status = self._status_of(self.worker) if resuming else None
                     self._note(finished=False, totals=status.totals if status else Totals())
         except ExchangeError:
             self.close()
             raise
+
+    def reached(self, round: int) -> int:
+        """Return the round it is given: a worker that fell behind goes through its rounds with whom it still finds."""
+        return round
 
     def publish(self, header: Header, state: State) -> None:
         """Write a message, then delete this worker's older ones.
@@ -214,9 +229,10 @@ class Filesystem:
     def headers(self, round: int) -> list[Header]:
         """Return the messages to merge in a round; see `Exchange.headers`.
 
-        Nobody waits for a member that has finished or died, that is past this round, or that was waited for in vain
-        before and hasn't come to the round before this one since. As all decide that for themselves, workers that
-        merge after one has timed out may differ in whether they have its message.
+        Nobody waits for a member that has finished, that has died since this worker joined (one that was not there
+        then may be about to come back), that is past this round, or that was waited for in vain before and hasn't
+        come to the round before this one since. As all decide that for themselves, workers that merge after one has
+        timed out may differ in whether they have its message.
         """
         started, present = self._clock(), {}
         while True:
@@ -300,7 +316,9 @@ class Filesystem:
         if not self.folder.group.exists():
             write_first_note(self.folder.group, self.worker, self._new_group())
         group, running = read_note(self.folder.group) or {}, self._running()
-        left_over = not resuming and not running and self._has_messages(group.get("id", ""))
+        # Where locks don't tell who runs, this could replace the group of one that has joined a moment ago.
+        replacing = overwrite and self._locks_tell
+        left_over = not resuming and not running and (replacing or self._has_messages(group.get("id", "")))
         problem = _changes(group, self._settings)
         if left_over and not problem:
             problem = f"holds messages of worker {self.worker} of an earlier experiment"
@@ -325,8 +343,8 @@ class Filesystem:
         return group["id"]
 
     def _running(self) -> list[int]:
-        """Return the numbers of the other workers that live in the folder, members or not."""
-        others = [worker for worker in self.folder.workers(".lock") if worker != self.worker]
+        """Return the numbers of the other workers that live in the folder and have joined, members or not."""
+        others = [worker for worker in self.folder.workers(".json") if worker != self.worker]
         return [worker for worker in others if self._locks_tell and held(self.folder.lock(worker))]
 
     def _has_messages(self, group: str) -> bool:
@@ -383,6 +401,8 @@ class Filesystem:
             return None
         if status.finished:
             return "it has finished"
+        if status == self._absent.get(worker):
+            return None
         # Some network file systems keep their locks to themselves on each machine.
         local = self._locks_tell and status.host == platform.node()
         return "it has stopped" if local and held(self.folder.lock(worker)) is False else None
@@ -461,6 +481,14 @@ def held(path: Path) -> bool | None:
         return None
     lock.release()
     return False
+
+
+def still_running(path: Path) -> list[int]:
+    """Return the workers that have joined the group of a folder and neither finished nor, as far as one sees, ended."""
+    folder, statuses = Folder(path), read_statuses(path)
+    ended = {worker for worker, status in statuses.items() if status.host == platform.node()}
+    ended = {worker for worker in ended if held(folder.lock(worker)) is False}
+    return [worker for worker, status in sorted(statuses.items()) if not status.finished and worker not in ended]
 
 
 def differing_names(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

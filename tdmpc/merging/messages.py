@@ -71,7 +71,7 @@ class Totals:
         steps: of training environments.
         updates: of its weights.
         merges: rounds of merging that changed its weights.
-        last_return: mean return of its recent episodes; None where there is none.
+        last_return: mean return of its last evaluation; None where there is none.
         elapsed_s: seconds that its run has taken.
     """
 

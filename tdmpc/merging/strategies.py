@@ -183,7 +183,8 @@ class Nesterov(Mean):
     them could turn a variance negative: they take the mean.
 
     The point and the momentum are the same on every worker that took part in the same rounds since `begin`; one
-    that missed a round has others, and stays apart from its peers by that much.
+    that missed a round has others, and stays apart from its peers by that much. Workers that begin with different
+    weights have no common point; to them, for want of a `begin`, the first mean is it.
 
     Args:
         trained: says by its name whether a tensor is a parameter that an optimiser trains.
@@ -210,6 +211,9 @@ class Nesterov(Mean):
     def step(self, own: State, mean: State) -> dict[str, Tensor]:
         """Return the next common point, and the mean of what isn't trained; the own state plays no part."""
         merged = dict(mean)
+        if not self._point:
+            self.begin(mean)
+            return merged
         for name, point in self._point.items():
             gradient = point - mean[name].to(point)
             self._point[name], self._velocity[name] = nesterov(

@@ -24,11 +24,14 @@ VALUES = (
 )
 """Values that a line shows, as far as its row has them."""
 
+ROUND = "merge/round"
+"""The round of merging, in the lines of those windows that had one."""
+
 SECTIONS = ("update", "act", "env")
 """Sections whose mean and maximum a line shows, the most important first."""
 
 LEGEND = textwrap.fill(
-    f"{legend(VALUES)}; {'|'.join(SECTIONS)}: mean and maximum in ms of a call in the window; "
+    f"{legend((*VALUES, ROUND))}; {'|'.join(SECTIONS)}: mean and maximum in ms of a call in the window; "
     "ETA: time left. docs/metrics.md explains every value.",
     width=100,
 )
@@ -42,6 +45,7 @@ class Console:
         total: steps of the whole run.
         stream: where to print; without a terminal there is neither bar nor limit to a line.
         plain: no bar on a terminal either.
+        label: begins every line, where several runs share the stream; then there is no bar.
         columns: gives the width of the terminal.
     """
 
@@ -51,6 +55,7 @@ class Console:
         stream: TextIO = sys.stdout,
         *,
         plain: bool = False,
+        label: str = "",
         columns: Callable[[], int] = lambda: shutil.get_terminal_size().columns,
     ) -> None:
         self._stream, self._total, self._columns = stream, total, columns
@@ -58,14 +63,15 @@ class Console:
         self._legend_shown = False
         self._return = ""
         self._bar: tqdm | None = None
-        self._shows_bar = self._terminal and not plain
+        self._label = f"{label} | " if label else ""
+        self._shows_bar = self._terminal and not plain and not label
 
     def write(self, row: Row) -> None:
         """Print a row as one line."""
         if not self._legend_shown:
             self._legend_shown = True
             self._print(LEGEND)
-        self._print(line(row, self._columns() if self._terminal else None))
+        self._print(line(row, self._columns() - len(self._label) if self._terminal else None))
         for name in ("eval/episode_reward", "train/episode_reward"):
             if name in row:
                 self._return = f", R {row[name]:.0f}"
@@ -96,7 +102,8 @@ class Console:
             self._bar.close()
 
     def _print(self, text: str) -> None:
-        tqdm.write(text, file=self._stream)
+        # In one piece, or it would come apart among the lines of others.
+        tqdm.write("\n".join(self._label + line for line in text.split("\n")), file=self._stream)
         self._stream.flush()
 
 
@@ -109,7 +116,7 @@ def line(row: Row, columns: int | None) -> str:
     if "progress/eta_s" in row:
         essential.append(f"ETA {duration(row['progress/eta_s'])}")
     cells = [*essential]
-    for section in _sections(row):
+    for section in (*_round(row), *_sections(row)):
         longer = [*cells, section]
         if columns is None or len(" ".join(longer)) <= columns:
             cells = longer
@@ -124,12 +131,16 @@ def duration(seconds: float) -> str:
 
 
 def _values(row: Row) -> list[str]:
-    cells = []
-    for name in VALUES:
-        if name in row:
-            metric = declaration(name)
-            cells.append(f"{metric.short} {metric.form.format(row[name])}")
-    return cells
+    return [_value(row, name) for name in VALUES if name in row]
+
+
+def _round(row: Row) -> list[str]:
+    return [_value(row, ROUND)] if ROUND in row else []
+
+
+def _value(row: Row, name: str) -> str:
+    metric = declaration(name)
+    return f"{metric.short} {metric.form.format(row[name])}"
 
 
 def _sections(row: Row) -> list[str]:

@@ -26,20 +26,32 @@ class HistoryError(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it was named, and its rows, oldest first: the `kind` of each and those values that are finite."""
+    """A run as it was named, and its rows, oldest first: the `kind` of each and those values that are finite.
+
+    Where it is one of workers that merge, `role` says so; that of the one that trains alone is `CONTROL`.
+    """
 
     task: str
     exp_name: str
     rows: Sequence[Mapping[str, Any]]
+    role: str = ""
+
+
+CONTROL = "control"
+"""The role of a worker that trains alone beside others that merge."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The seeds of one experiment: `number` counts the groups from 0, `name` (empty for a single group) is its own."""
+    """The seeds of one experiment, or of one role in it, the workers of which count like seeds.
+
+    `number` counts the groups from 0, `name` (empty for a single group) is its own. A control is told by `control`.
+    """
 
     number: int
     name: str
     runs: Sequence[Run]
+    control: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,14 @@ class Shares:
         return float(self.sections[section] @ lengths / lengths.sum())
 
 
+def find_runs(directory: Path) -> list[Path]:
+    """Return the runs of the workers that merge in a directory; a directory without any is a run itself."""
+    if (directory / "metrics.jsonl").exists():
+        return [directory]
+    workers = [path.parent for path in directory.glob("worker-*/metrics.jsonl")]
+    return sorted(workers, key=lambda path: (len(path.name), path.name)) or [directory]
+
+
 def read_run(directory: Path) -> Run:
     """Return the run in a directory. One without a `config.yaml` goes by its path and is no other run's seed.
 
@@ -80,7 +100,15 @@ def read_run(directory: Path) -> Run:
     if not metrics.is_file():
         raise HistoryError(f"{directory}: holds no metrics.jsonl; name runs, as in runs/<task>/<exp_name>/seed-1")
     config = _read_config(directory / "config.yaml")
-    return Run(str(config.get("task", "")), str(config.get("exp_name", directory)), read_rows(metrics))
+    names = str(config.get("task", "")), str(config.get("exp_name", directory))
+    return Run(*names, read_rows(metrics), _role(config.get("merge") or {}))
+
+
+def _role(merge: Mapping[str, Any]) -> str:
+    strategy = merge.get("strategy", "none")
+    if strategy == "none":
+        return ""
+    return CONTROL if merge.get("control") and merge.get("worker") == 0 else f"merge={strategy}"
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
@@ -123,17 +151,22 @@ def _is_number(value: object) -> bool:
 
 
 def group_seeds(runs: Sequence[Run]) -> tuple[str, list[Group]]:
-    """Put runs of the same task and `exp_name` together; return what all of them share, as a title, and the groups."""
-    members: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    """Put runs of the same task, `exp_name` and role together.
+
+    Returns:
+        What all of them share, as a title, and the groups.
+    """
+    members: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
     for run in runs:
-        members[run.task, run.exp_name].append(run)
+        members[run.task, run.exp_name, run.role].append(run)
     shared = [len(set(names)) == 1 for names in zip(*members, strict=True)]
 
-    def parts(key: tuple[str, str], wanted: bool) -> str:
+    def parts(key: tuple[str, str, str], wanted: bool) -> str:
         return " · ".join(part for part, same in zip(key, shared, strict=True) if part and same is wanted)
 
-    title = parts(next(iter(members)), True)
-    return title, [Group(number, parts(key, False), seeds) for number, (key, seeds) in enumerate(members.items())]
+    numbered = enumerate(members.items())
+    groups = [Group(number, parts(key, False), seeds, key[-1] == CONTROL) for number, (key, seeds) in numbered]
+    return parts(next(iter(members)), True), groups
 
 
 def curve(group: Group, kind: str, x: str, y: str) -> Curve | None:

@@ -50,6 +50,11 @@ def _rate(name: str, unit: str, sentence: str, **rest: str) -> Metric:
     return Metric(name, unit, sentence, window=Reduce.LAST, workers=Reduce.SUM, **rest)
 
 
+def _phase(name: str, what: str) -> Metric:
+    sentence = f"Seconds that the run has spent on {what}, over all its resumes."
+    return Metric(f"progress/{name}_s", "s", sentence, Reduce.LAST, Reduce.MAX)
+
+
 ROW = (
     _last("kind", "", "What the row is about: pretrain, train (a window of training) or eval (an evaluation)."),
     _last("step", "steps", "Steps of the run so far, summed over its environments; the x axis of every curve."),
@@ -97,12 +102,22 @@ METRICS = (
     _last("progress/episodes", "episodes", "Training episodes that ended so far.", short="ep", form="{:.0f}"),
     _last("progress/failed_episodes", "episodes", "Training episodes discarded so far after a failed simulation."),
     _last("progress/pretraining_updates", "updates", "Updates of pretraining."),
+    _last("progress/merges", "", "Rounds of merging that changed the weights so far."),
     _last("progress/eval_rounds", "", "Evaluations so far."),
     _last("progress/eval_episodes", "episodes", "Episodes of all evaluations so far."),
     _last("progress/eval_steps", "steps", "Steps of all evaluations so far."),
     _last("progress/lifetime_steps", "steps", "Steps that the weights have seen, over all runs they were part of."),
     _last("progress/lifetime_updates", "updates", "Updates that the weights have seen, over all their runs."),
+    _last("progress/lifetime_merges", "", "Rounds of merging that changed the weights, over all their runs."),
     Metric("progress/eta_s", "s", "Estimated time to the end of the run.", Reduce.LAST, Reduce.MAX),
+    _phase("setup", "setting up before its first step, loading a checkpoint included"),
+    _phase("compiling", "compiling plans and updates"),
+    _phase("seeding", "the seeding phase, in which actions are random"),
+    _phase("pretraining", "pretraining"),
+    _phase("training", "training: acting, stepping, updating, logging"),
+    _phase("evaluation", "evaluations"),
+    _phase("merging", "rounds of merging"),
+    _phase("saving", "saving"),
     _rate(
         "rate/steps_per_s",
         "steps/s",
@@ -111,11 +126,39 @@ METRICS = (
         form="{:.1f}",
     ),
     _rate(
-        "rate/steady_steps_per_s", "steps/s", "The same without setup, pretraining, compiling, evaluation and saving."
+        "rate/steady_steps_per_s",
+        "steps/s",
+        "The same without setup, pretraining, compiling, evaluation, merging and saving.",
     ),
     _rate("rate/run_steps_per_s", "steps/s", "Steps per second of the whole run, over all its resumes."),
     _rate("rate/updates_per_s", "updates/s", "Updates per second of the window, everything included."),
     _rate("rate/frames_per_s", "frames/s", "Simulator frames per second of the window, everything included."),
+    Metric("merge/round", "", "Last round of merging, from 1.", Reduce.LAST, Reduce.MAX, "round", "{:.0f}"),
+    Metric("merge/peers", "workers", "Others whose weights were merged in a round."),
+    Metric(
+        "merge/skipped",
+        "messages",
+        "Weights of others that were missing or could not be used in the rounds of the window.",
+        Reduce.SUM,
+        Reduce.SUM,
+    ),
+    Metric("merge/wait_s", "s", "Time that the rounds of the window waited for others.", Reduce.SUM, Reduce.SUM),
+    Metric("merge/read_bytes", "B", "Size of the weights read in the rounds of the window.", Reduce.SUM, Reduce.SUM),
+    Metric("merge/distance", "", "How far a round moved the weights: norm of the change over norm of the weights."),
+    Metric(
+        "merge/group_steps",
+        "steps",
+        "Steps of all workers that merge together, each as last heard of.",
+        Reduce.LAST,
+        Reduce.MAX,
+    ),
+    Metric(
+        "merge/group_updates",
+        "updates",
+        "Updates of all workers that merge together, each as last heard of.",
+        Reduce.LAST,
+        Reduce.MAX,
+    ),
     Metric("time/<section>/mean_s", "s", "Mean time of a call of the section in the window."),
     Metric("time/<section>/max_s", "s", "Longest call of the section in the window.", workers=Reduce.MAX),
     Metric("time/<section>/total_s", "s", "Time spent in the section in the window.", workers=Reduce.SUM),

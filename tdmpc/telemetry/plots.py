@@ -1,7 +1,8 @@
 """Pictures of one run or of many, as PNG files.
 
-Seeds of one experiment are drawn as one line, their mean, in a band from their least to their greatest value. Only
-`scripts/plot.py` imports this module, so training neither waits for matplotlib nor needs it.
+Seeds of one experiment are drawn as one line, their mean, in a band from their least to their greatest value; so are
+workers that merge, and the control beside them is a line of its own kind. Only `scripts/plot.py` imports this module,
+so training neither waits for matplotlib nor needs it.
 """
 
 import math
@@ -16,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter, StrMethodFormatter
 
-from tdmpc.telemetry.history import Curve, Group, HistoryError, Shares, curve, group_seeds, read_run, shares
+from tdmpc.telemetry.history import Curve, Group, HistoryError, Shares, curve, find_runs, group_seeds, read_run, shares
 
 STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
@@ -34,6 +35,7 @@ STYLE: dict[Any, Any] = {
 # The colours of Okabe and Ito, which most people can tell apart, less the yellow that is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
 LINE_STYLES = ("-", "--", ":", "-.")
+CONTROL_COLOUR, CONTROL_STYLE = "#555555", (0, (5, 2))
 SECTION_COLOURS = (*COLOURS[:-1], "#7B5EA7", "#8C510A", "#66A61E", "#F0E442", "#1B4F72", "#A6001A")
 OTHER, OTHER_COLOUR = "other", "#C8C8C8"
 BEHIND = 1.5  # the z-order between a grid and the lines
@@ -170,14 +172,14 @@ def plot_runs(directories: Iterable[Path], out: Path) -> Plotted:
     """Draw every picture that there is data for.
 
     Args:
-        directories: run directories; one that is named twice counts once.
+        directories: run directories, or those of a group of workers; one that is named twice counts once.
         out: where the files go; made where it does not exist.
 
     Raises:
         HistoryError: a directory cannot be read as a run, or there is nothing to draw yet.
         OSError: a file cannot be read or written.
     """
-    unique = {directory.resolve(): directory for directory in directories}
+    unique = {run.resolve(): run for directory in directories for run in find_runs(directory)}
     title, groups = group_seeds([read_run(directory) for directory in unique.values()])
     if not any(picture.has_data(group) for picture in PICTURES for group in groups):
         needs = dict.fromkeys(picture.needs for picture in PICTURES)
@@ -219,17 +221,24 @@ def _grid(panels: int, columns: int, title: str) -> tuple[Figure, list[Axes]]:
 
 
 def _draw_lines(axes: Axes, group: Group, panel: Panel, axis: Axis) -> None:
-    colour = COLOURS[group.number % len(COLOURS)]
-    style = LINE_STYLES[group.number // len(COLOURS) % len(LINE_STYLES)]
+    colour, style = _look(group)
     behind = curve(group, "train", axis.column, panel.behind)
     if line := curve(group, panel.kind, axis.column, panel.metric):
         label = _caption(group.name, line.runs, "mean and min–max") or ("evaluation" if behind else "")
-        axes.plot(line.x / axis.unit, line.mean, style, color=colour, marker=_marker(line), markersize=4, label=label)
+        marks = {"linestyle": style, "marker": _marker(line), "markersize": 4}
+        axes.plot(line.x / axis.unit, line.mean, color=colour, label=label, **marks)
         if line.runs > 1:
             axes.fill_between(line.x / axis.unit, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
     if behind:
         x, zorder = behind.x / axis.unit, BEHIND
         axes.plot(x, behind.mean, color=colour, alpha=0.35, linewidth=1, zorder=zorder, label="training episodes")
+
+
+def _look(group: Group) -> tuple[str, Any]:
+    """Return colour and style of the line of a group."""
+    if group.control:
+        return CONTROL_COLOUR, CONTROL_STYLE
+    return COLOURS[group.number % len(COLOURS)], LINE_STYLES[group.number // len(COLOURS) % len(LINE_STYLES)]
 
 
 def _caption(name: str, runs: int, statistic: str) -> str:

@@ -17,6 +17,7 @@ class Phase(StrEnum):
     PRETRAINING = "pretraining"
     TRAINING = "training"
     EVALUATION = "evaluation"
+    MERGING = "merging"
     SAVING = "saving"
 
 
@@ -88,16 +89,21 @@ class ProgressView:
         """Seconds that the run has taken, over all resumes."""
         return sum(self.elapsed_s.values())
 
+    def phases(self) -> dict[str, float]:
+        """Return the seconds spent in each phase, over all resumes, as they are logged."""
+        return {f"progress/{phase}_s": seconds for phase, seconds in self.elapsed_s.items()}
+
     def eta_s(self, steps: int) -> float | None:
         """Return the seconds until `steps` steps in all, at the pace since this process began to train.
 
-        Evaluations and saving count towards the pace, random steps and pretraining do not. None where the pace is
-        not known yet.
+        Evaluations, merging and saving count towards the pace, random steps and pretraining do not. None where the
+        pace is not known yet.
         """
         trained = self.steps_in[Phase.TRAINING]
         if trained == 0:
             return None
-        spent = sum(self.elapsed_since_start_s[phase] for phase in (Phase.TRAINING, Phase.EVALUATION, Phase.SAVING))
+        phases = (Phase.TRAINING, Phase.EVALUATION, Phase.MERGING, Phase.SAVING)
+        spent = sum(self.elapsed_since_start_s[phase] for phase in phases)
         return max(steps - self.total.steps, 0) * spent / trained
 
     def rates(self, since: "ProgressView") -> dict[str, float]:
@@ -115,7 +121,7 @@ class ProgressView:
 
 
 def _steady_s(view: ProgressView) -> float:
-    """Return the seconds spent acting and learning: no setup, compiling, pretraining, evaluation or saving."""
+    """Return the seconds spent acting and learning: no setup, compiling, pretraining, evaluation, merging, saving."""
     return view.elapsed_s[Phase.SEEDING] + view.elapsed_s[Phase.TRAINING]
 
 

@@ -2,7 +2,7 @@
 
 A run writes::
 
-    <run_root>/<task>/<exp_name>/seed-<seed>/
+    <run_root>/<task>/<exp_name>/seed-<seed>[/worker-<i>]/
         config.yaml       every key, resolved
         provenance.json   command, git commit, versions, machine
         git.diff          what differed from the commit, where anything did
@@ -45,13 +45,18 @@ class RunDirectoryError(ValueError):
     """A run directory that cannot be used; the message is one line for whoever started the run."""
 
 
+def is_used(run: Path) -> bool:
+    """Tell whether a directory holds a run."""
+    return bool(_written(run))
+
+
 def refuse_used(run: Path, *, overwrite: bool) -> None:
     """Refuse a directory that holds a run, unless that run is to be replaced.
 
     Raises:
         RunDirectoryError: it does, and `overwrite` is false.
     """
-    if _written(run) and not overwrite:
+    if is_used(run) and not overwrite:
         raise RunDirectoryError(f"{run}: holds a run; choose another exp_name or seed, or overwrite=true to replace it")
 
 

@@ -1,25 +1,34 @@
-"""Signals that ask a run to stop."""
+"""What asks a run to stop: a signal, or the file by which a multirun asks all its jobs."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Ctrl-C, the polite kill, and the warning that SLURM sends before time is up."""
 
 
+STOP_FILE = "TDMPC_STOP_FILE"
+"""The environment variable that names a file which, once it exists, asks to stop, as SIGTERM does."""
+
+
 class StopRequest:
-    """Remember that a signal has asked the run to stop, so that it does where it can continue exactly.
+    """Remember that something has asked the run to stop, so that it does where it can continue exactly.
 
     A second SIGINT does not wait: it raises KeyboardInterrupt on the spot.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._file = Path(os.environ[STOP_FILE]) if os.environ.get(STOP_FILE) else None
 
     def __call__(self) -> bool:
         """Tell whether a stop is requested."""
+        if self.signal is None and self._file is not None and self._file.exists():
+            self.signal = signal.SIGTERM
         return self.signal is not None
 
     @property

@@ -1,4 +1,4 @@
-"""The online loop: act, step the environments, update, evaluate."""
+"""The online loop: act, step the environments, update, merge, evaluate."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from tdmpc.training.schedule import Every, Ratio
 
 if TYPE_CHECKING:
     from tdmpc.agent.agent import TDMPC2
+    from tdmpc.merging.merger import NoMerge
     from tdmpc.replay import ReplayBuffer
     from tdmpc.telemetry.recorder import Recorder
     from tdmpc.telemetry.timers import Timers
@@ -53,6 +54,7 @@ class Trainer:
         settings: when things happen.
         videos: films evaluations.
         saver: knows when to save the run, and how.
+        merger: knows when to merge with other workers, and how.
         system: returns metrics of the machine for a row.
         trace: called with the number of updates done before every update.
         should_stop: asked after every iteration.
@@ -69,13 +71,14 @@ class Trainer:
         settings: TrainerSettings,
         videos: "Filming",
         saver: "Saver | NoSaver",
+        merger: "NoMerge",
         system: Callable[[], dict[str, float]] = dict,
         trace: Callable[[int], None] = lambda update: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.agent, self.collector, self.replay, self.evaluator = agent, collector, replay, evaluator
         self.recorder, self.timers, self.settings, self.videos = recorder, timers, settings, videos
-        self.saver, self.system, self.trace, self.should_stop = saver, system, trace, should_stop
+        self.saver, self.merger, self.system, self.trace, self.should_stop = saver, merger, system, trace, should_stop
         self.progress = Progress()
         self.last_evaluation: Evaluation | None = None
         self.should_log = Every(settings.log_freq, start=settings.log_freq)
@@ -104,8 +107,11 @@ class Trainer:
             EmptyReplayError: no episode of the seeding phase was as long as a slice.
             EnvironmentCrash: an environment failed in a way that is not part of the task.
             NonFiniteError: a loss or a gradient is not a finite number.
+            ExchangeError: workers that can only merge all together have lost one; the round is still due.
         """
         self._compile()
+        if self.merger.due(self.step):
+            self._end_iteration()  # which a stop has broken off
         while not self.finished:
             self.progress.enter(self._phase)
             if self.should_evaluate.due(self.step):
@@ -115,13 +121,52 @@ class Trainer:
             self.collector.begin_step(random=self._phase == Phase.SEEDING)
             self._update()
             self._advance(self.collector.end_step())
-            if self.should_log(self.step) or self.finished:
-                self._log("train")
-            self._save_if_due()
+            self._end_iteration()
         if self._evaluated_at != self.step:
             self.evaluate()
         self.save()
+        self.merger.finish(**self._totals())
         return self.progress.total
+
+    def _end_iteration(self) -> None:
+        """Merge, log and save, each when due: the one point where a run stops and continues.
+
+        A stop leaves a round that is due for later, and with it the row in which it will stand. Workers that can only
+        merge all together save after every round, so that they continue in the same one.
+        """
+        due = self.merger.due(self.step)
+        over = not due or self._merge()
+        if over and (self.should_log(self.step) or self.finished):
+            self._log("train")
+        self._save_if_due(needed=due and over and self.merger.collective)
+
+    def _merge(self) -> bool:
+        """Merge with the other workers; tell whether it came to an end, which a stop does not wait for."""
+        if self.should_stop():
+            return False
+        self.recorder.check_finite(self.step)
+        with self.progress.during(Phase.MERGING), self.timers("merge"):
+            merged = self.merger.merge(self.step, self.progress.total.updates, self.should_stop)
+        if merged is None:
+            return False
+        for name, value in merged.metrics.items():
+            self.recorder.record(name, value)
+        if merged.changed:
+            self.agent.lifetime.merges += 1
+            self.progress.advance(merges=1)
+        self.merger.report(**self._totals())
+        return True
+
+    def _totals(self) -> dict[str, float | None]:
+        """Return how far the run is, for the other workers of its group."""
+        view, outcome = self.progress.view(), self.last_evaluation
+        return {
+            "steps": view.total.steps,
+            "updates": view.total.updates,
+            "merges": view.total.merges,
+            "last_return": None if outcome is None else float(outcome.returns.mean()),
+            "elapsed_s": view.total_elapsed_s,
+        }
 
     def _compile(self) -> None:
         """Compile what the run will call, so that this does not fall into the time of anything else."""
@@ -161,16 +206,17 @@ class Trainer:
         if self.should_stop():
             self._save_if_due()
 
-    def _save_if_due(self) -> None:
-        """Save the run when it is time; a stop saves it too.
+    def _save_if_due(self, needed: bool = False) -> None:
+        """Save the run when it is time or needed; a stop saves it too.
 
         Raises:
             Stopped: the run is to stop, and is saved.
         """
         stop = self.should_stop()
-        if stop or self.saver.due(self.step):
+        if self.saver.due(self.step) or stop or needed:
             self.save()
         if stop:
+            self.merger.report(**self._totals())
             raise Stopped
 
     def save(self) -> None:
@@ -190,6 +236,7 @@ class Trainer:
             "collector": self.collector.state_dict(),
             "progress": self.progress.state_dict(),
             "recorder": self.recorder.state_dict(),
+            "merger": self.merger.state_dict(),
             "timers": self.timers.state_dict(),
             "schedules": [schedule.state_dict() for schedule in schedules],
             "seeding_ended": self._seeding_ended,
@@ -204,6 +251,7 @@ class Trainer:
         self._seeding_ended, self._evaluated_at = state["seeding_ended"], state["evaluated_at"]
         self.progress.load_state_dict(state["progress"])
         self.recorder.load_state_dict(state["recorder"], self.agent.device)
+        self.merger.load_state_dict(state.get("merger", {}))  # runs that began before there was merging have none
         self.timers.load_state_dict(state["timers"])
         for env in self.collector.load_state_dict(state["collector"]):
             self.recorder.announce(
@@ -263,6 +311,7 @@ class Trainer:
         for value, length in zip(ended.returns, ended.lengths, strict=True):
             self.recorder.record("train/episode_reward", value)
             self.recorder.record("train/episode_length", length)
+        self.merger.observe(ended.returns)
         self.recorder.advance(self.step, self._window_began.eta_s(self.settings.steps))
 
     def _log(self, kind: str) -> None:
@@ -281,9 +330,9 @@ class Trainer:
         return {"step": view.total.steps, "frames": frames, "updates": view.total.updates, "elapsed_s": elapsed}
 
     def _progress_metrics(self, view: ProgressView) -> dict[str, float]:
-        logged = ("vector_steps", "episodes", "failed_episodes", "pretraining_updates", "eval_rounds", "eval_episodes")
-        values: dict[str, float] = {f"progress/{name}": getattr(view.total, name) for name in (*logged, "eval_steps")}
-        values["progress/lifetime_steps"] = self.agent.lifetime.steps
-        values["progress/lifetime_updates"] = self.agent.lifetime.updates
+        logged = ("vector_steps", "episodes", "failed_episodes", "pretraining_updates", "merges", "eval_rounds")
+        logged = (*logged, "eval_episodes", "eval_steps")
+        values: dict[str, float] = {f"progress/{name}": getattr(view.total, name) for name in logged}
+        values |= {f"progress/lifetime_{name}": count for name, count in vars(self.agent.lifetime).items()}
         eta = view.eta_s(self.settings.steps)
         return values if eta is None else values | {"progress/eta_s": eta}

@@ -522,6 +522,23 @@ def test_what_an_earlier_experiment_left_is_refused_or_replaced(group, tmp_path,
     assert workers_of(zero.headers(1)) == [0]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_workers_that_start_together_the_first_to_join_replaces_an_earlier_experiment(group, tmp_path, first):
+    """Worker 0 is the control and has left no message; the other one is about to join."""
+    exchanges = group(0, 1, 2, members=(1, 2))
+    for exchange in exchanges[1:]:
+        publish(exchange, 1)
+    for exchange in exchanges:
+        exchange.close()
+    before, joining, waiting = exchanges[0].group, exchanges[first], exchanges[1 - first]
+    with FileLock(tmp_path / f"worker-{1 - first}.lock"):
+        (tmp_path / f"worker-{1 - first}.json").unlink()
+        joining.join(resuming=False, overwrite=True)
+    waiting.join(resuming=False, overwrite=True)
+    assert joining.group == waiting.group != before
+    assert [name for name in names(tmp_path) if name.endswith(".safetensors")] == []
+
+
 def test_a_worker_that_starts_again_while_others_run_takes_its_place(group, tmp_path):
     zero, one = group(0, 1)
     for round in (1, 2):
@@ -574,6 +591,32 @@ def test_a_damaged_group_file_is_refused_or_replaced(group, tmp_path):
         zero.join(resuming=True, overwrite=False)
     zero.join(resuming=True, overwrite=True)
     assert zero.folder.group_id() == zero.group
+
+
+def test_workers_that_resume_together_wait_for_each_other(group, fake, said):
+    zero, one = group(0, 1)
+    for exchange in (zero, one):
+        publish(exchange, 1)
+        exchange.close()
+    zero.join(resuming=True, overwrite=False)
+    publish(zero, 2)
+    fake.after(3, lambda: one.join(resuming=True, overwrite=False))
+    fake.after(5, lambda: publish(one, 2))
+    assert workers_of(zero.headers(2)) == [0, 1]
+    assert said == []
+
+
+def test_one_that_does_not_come_back_is_waited_for_once(group, fake, said):
+    zero, one = group(0, 1)
+    for exchange in (zero, one):
+        publish(exchange, 1)
+        exchange.close()
+    zero.join(resuming=True, overwrite=False)
+    for round in (2, 3):
+        publish(zero, round)
+        assert workers_of(zero.headers(round)) == [0]
+    assert zero.take_costs().wait_s == pytest.approx(10)
+    assert said == ["merging without worker 1: it didn't come within 10 s"]
 
 
 # Locks

@@ -97,6 +97,25 @@ def test_a_terminal_shows_steps_eta_and_return_below_the_lines():
     assert "2000/2000 steps, ETA 0:00, R 812" in stream.getvalue()
 
 
+def test_runs_that_share_a_console_have_labels_and_no_bars():
+    stream = Terminal()
+    console = Console(2000, stream, label="worker 3", columns=lambda: 80)
+    console.advance(100, 60.0)
+    console.announce("first\n\nsecond")
+    console.write(TRAIN)
+    console.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[:3] == ["worker 3 | first", "worker 3 | ", "worker 3 | second"]
+    assert all(text.startswith("worker 3 | ") for text in lines)
+    assert "\r" not in stream.getvalue()
+    assert len(lines[-1]) <= 80
+
+
+def test_a_round_of_merging_is_in_the_lines_of_windows_that_had_one():
+    assert "round" not in line(TRAIN, None)
+    assert " round 4 " in line({**TRAIN, "merge/round": 4}, None)
+
+
 def test_nothing_is_shown_before_the_run_begins():
     stream = Terminal()
     Console(2000, stream).close()

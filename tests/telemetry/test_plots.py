@@ -136,6 +136,42 @@ def test_a_run_named_twice_counts_once(tmp_path, monkeypatch):
     assert len(seen) == 1
 
 
+def write_worker(root, worker, rows=(EVAL, LOSS), control=True):
+    run = write_run(root, rows, seed=f"1/worker-{worker}")
+    merge = {"strategy": "mean", "worker": worker, "control": control}
+    (run / "config.yaml").write_text(yaml.safe_dump({"task": "walker-walk", "exp_name": "default", "merge": merge}))
+    return run.parent
+
+
+def test_the_directory_of_a_group_stands_for_its_workers_with_the_control_in_a_look_of_its_own(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, _: figures.append(figure))
+    for worker in (10, 0, 2):
+        group = write_worker(tmp_path, worker)
+    plot_runs([group], tmp_path)
+    (axes,) = figures[0].axes
+    looks = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in axes.lines}
+    control, merged = looks["control"], looks["merge=mean: mean and min–max of 2 runs"]
+    assert control[0] != merged[0]
+    assert control[1] != merged[1]
+
+
+def test_without_a_control_worker_0_is_one_of_the_others(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("tdmpc.telemetry.plots.group_seeds", lambda runs: seen.extend(runs) or ("", []))
+    for worker in (0, 1):
+        group = write_worker(tmp_path, worker, control=False)
+    with pytest.raises(HistoryError):
+        plot_runs([group, group / "worker-1"], tmp_path)
+    assert [run.role for run in seen] == ["merge=mean"] * 2
+
+
+def test_the_pictures_of_a_group_are_in_its_directory(tmp_path):
+    group = write_worker(tmp_path, 0)
+    main([str(group)])
+    assert "losses.png" in drawn(group)
+
+
 def test_what_cannot_be_drawn_is_refused_in_one_line(tmp_path, capsys):
     assert "nowhere: there is no such directory" in refusal(capsys, tmp_path / "nowhere")
     assert f"{tmp_path}: holds no metrics.jsonl" in refusal(capsys, tmp_path)

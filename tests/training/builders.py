@@ -51,7 +51,7 @@ class ListSink:
 
 
 @contextmanager
-def toy_trainer(run: Path, task="gym:tests.toys:Toy-v0", *, env=None, **keys):
+def toy_trainer(run: Path, task="gym:tests.toys:Toy-v0", *, env=None, should_stop=lambda: False, **keys):
     """Build a trainer on toys whose log is in `run/truth`; yield it and the sink that it writes to."""
     truth = run / "truth"
     truth.mkdir(parents=True)
@@ -60,7 +60,8 @@ def toy_trainer(run: Path, task="gym:tests.toys:Toy-v0", *, env=None, **keys):
     config = TrainConfig(task=task, env=options, **(defaults | keys))
     sink = ListSink()
     with ExitStack() as stack:
-        yield build_trainer(config, run, Recorder([sink]), stack), sink
+        trainer = build_trainer(config, run, Recorder([sink]), stack, should_stop)
+        yield trainer, sink
 
 
 def logged_truth(run: Path) -> list[dict]:

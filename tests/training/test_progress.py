@@ -43,7 +43,7 @@ def test_counts_and_elapsed_time_are_kept_by_phase(clock):
     run(progress, clock)
     view = progress.view()
     assert view.total == Counts(steps=1300, vector_steps=325, episodes=2, updates=325, pretraining_updates=250)
-    assert list(view.elapsed_s.items()) == list(zip(Phase, (2, 0, 10, 20, 30, 5, 1), strict=True))
+    assert list(view.elapsed_s.items()) == list(zip(Phase, (2, 0, 10, 20, 30, 5, 0, 1), strict=True))
     assert view.total_elapsed_s == 68
 
 
@@ -78,7 +78,9 @@ def test_rates_tell_the_window_from_steady_training_and_the_whole_run(clock):
     run(progress, clock)
     since = progress.view()
     with progress.during(Phase.EVALUATION):
-        clock.now += 30
+        clock.now += 10
+    with progress.during(Phase.MERGING):
+        clock.now += 20
     clock.now += 10
     progress.advance(steps=80, updates=20)
     view = progress.view()
@@ -97,6 +99,9 @@ def test_eta_leaves_random_steps_and_pretraining_out_of_the_pace(clock):
     # 300 steps took 36 s, with evaluation and saving.
     assert progress.view().eta_s(2000) == pytest.approx(700 * 36 / 300)
     assert progress.view().eta_s(1000) == 0
+    with progress.during(Phase.MERGING):
+        clock.now += 9
+    assert progress.view().eta_s(2000) == pytest.approx(700 * 45 / 300)
 
 
 def test_a_continued_run_shows_no_jump_in_rate_eta_or_elapsed_time(clock):

@@ -3,7 +3,7 @@ import signal
 
 import pytest
 
-from tdmpc.training.stopping import StopRequest
+from tdmpc.training.stopping import STOP_FILE, StopRequest
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
@@ -30,3 +30,12 @@ def test_what_the_signals_did_before_comes_back():
     with StopRequest().listening():
         pass
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+def test_a_file_asks_to_stop_as_sigterm_does(monkeypatch, tmp_path):
+    monkeypatch.setenv(STOP_FILE, str(tmp_path / "stop"))
+    stop = StopRequest()
+    assert not stop()
+    (tmp_path / "stop").touch()
+    assert stop()
+    assert stop.exit_code == 143
