@@ -200,7 +200,7 @@ class Machine(Section):
         choices=("default", "reduce-overhead", "max-autotune"),
     )
     precision: str = key(
-        "auto",
+        "fp32",
         "Precision of the products in plans and updates; auto takes bf16 where it is faster.",
         choices=("auto", "fp32", "bf16"),
     )
