@@ -221,9 +221,8 @@ def _num_eval_envs(config: TrainConfig, compute: Compute, device: torch.device) 
     On a CPU planning for ten takes almost as long as ten times planning for one. Planning for as many as in training
     spares compiling for another number.
     """
-    if compute.compile and device.type == "cpu":
-        return config.num_envs
-    return min(config.eval_episodes, MAX_EVAL_ENVS)
+    most = config.num_envs if compute.compile and device.type == "cpu" else MAX_EVAL_ENVS
+    return min(config.eval_episodes, most)
 
 
 def _eval_envs_and_videos(

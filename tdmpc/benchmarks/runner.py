@@ -12,6 +12,7 @@ from tdmpc.benchmarks.plan import Job
 from tdmpc.benchmarks.processes import Process
 
 STOPPED = 128 + signal.SIGTERM
+_HINT = "Set the environment variable HYDRA_FULL_ERROR"  # with which Hydra ends what it says of an exception
 POLLS_PER_LOOK_AT_MEMORY = 5  # which takes longer than a look at a file
 
 Start = Callable[[Sequence[str], Path], Process]
@@ -141,6 +142,6 @@ def _last_words(log: Path) -> str:
         lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     except OSError:
         lines = []
-    said = [line for line in lines if line]
+    said = [line for line in lines if line and not line.startswith(_HINT)]
     errors = [line for line in said[-20:] if line.startswith("error:")]
     return (errors or said or ["it printed nothing"])[-1]

@@ -31,9 +31,15 @@ class SuiteBar:
         self._total_s, self._at_start_s, self._now_s = total_s, done_s, done_s
         self._stream, self._clock, self._began = stream, clock, clock()
         tqdm.monitor_interval = 0  # its thread would be one more while processes are started
-        form = "{percentage:3.0f}%|{bar}| {postfix}"
-        hidden = not stream.isatty()
-        self._bar = tqdm(total=total_s, initial=done_s, file=stream, bar_format=form, disable=hidden, leave=False)
+        self._bar = tqdm(
+            total=total_s / 60,
+            initial=done_s / 60,
+            file=stream,
+            bar_format="{percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} min{postfix}",
+            disable=not stream.isatty(),
+            leave=False,
+            dynamic_ncols=True,
+        )
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
@@ -44,7 +50,7 @@ class SuiteBar:
         """Show how much all runs have been charged so far, and which is under way."""
         self._now_s = charged_s
         self._bar.set_postfix_str(f"ETA {duration(self.eta_s)}{f', {run}' if run else ''}", refresh=False)
-        self._bar.update(charged_s - self._bar.n)
+        self._bar.update(charged_s / 60 - self._bar.n)
         self._bar.refresh()
 
     @property

@@ -131,7 +131,7 @@ def _cells(results: Results, variant: Variant, outcomes: Sequence[Outcome]) -> I
     for percent in PERCENTS:
         mean, reached = mean_time_to(outcomes, goals, percent)
         partly = f"{reached} of {len(outcomes)} runs" if reached else UNKNOWN
-        yield partly if mean is None else f"{mean / 60:.3g}"
+        yield partly if mean is None else f"{mean / 60:.2f}"
     pace = _mean([outcome.steps_per_s for outcome in outcomes])
     yield UNKNOWN if pace is None else f"{pace:.1f}"
     yield "1" if variant is first else _speedup_cell(results.of(first), outcomes, goals)

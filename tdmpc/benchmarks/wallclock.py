@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from envs import check_task
 from tdmpc.benchmarks.compare import MACHINE_KEYS
+from tdmpc.benchmarks.curves import last_row
 from tdmpc.benchmarks.goals import goals_of
 from tdmpc.benchmarks.machine import cores, describe_machine
 from tdmpc.benchmarks.outcomes import read_outcome
@@ -127,10 +128,18 @@ def print_dry(plan: Plan, left: Sequence[Job]) -> None:
     """Print what would be run, and how long it would take."""
     print("\n".join(describe_plan(plan)))
     charged = sum(plan.budget_s - min(job_charged_s(job), plan.budget_s) for job in left)
+    ratios = [_wall_per_charged(job) for job in plan.jobs if job not in left]
+    known = sum(ratios) / len(ratios) if ratios else ASSUMED_WALL_PER_CHARGED
+    reason = f"as the {len(ratios)} before took" if ratios else "if compiling and evaluating take half as long again"
     print(
-        f"{len(left)} of {len(plan.jobs)} runs are left: {duration(charged)} of training, in all about "
-        f"{duration(ASSUMED_WALL_PER_CHARGED * charged)} if compiling and evaluating take half as long again"
+        f"{len(left)} of {len(plan.jobs)} runs are left: {duration(charged)} of training, "
+        f"in all about {duration(known * charged)}, {reason}"
     )
+
+
+def _wall_per_charged(job: Job) -> float:
+    rows = [row for run in job.runs if (row := last_row(run / "metrics.jsonl"))]
+    return max(row["elapsed_s"] for row in rows) / max(job_charged_s(job), 1.0)
 
 
 @contextmanager

@@ -198,7 +198,8 @@ class Trainer:
         self.last_evaluation, self._evaluated_at = outcome, self.step
         self.should_evaluate(self.step)
         self.progress.advance(eval_rounds=1, eval_episodes=episodes, eval_steps=int(outcome.lengths.sum()))
-        self.recorder.write("eval", self._x_axes(self.progress.view()), **outcome.metrics())
+        view = self.progress.view()
+        self.recorder.write("eval", self._x_axes(view), **view.phases(), **outcome.metrics())
 
     def _watch(self) -> None:
         """Look after what must not wait for the end of an evaluation."""
@@ -334,5 +335,6 @@ class Trainer:
         logged = (*logged, "eval_episodes", "eval_steps")
         values: dict[str, float] = {f"progress/{name}": getattr(view.total, name) for name in logged}
         values |= {f"progress/lifetime_{name}": count for name, count in vars(self.agent.lifetime).items()}
+        values |= view.phases()
         eta = view.eta_s(self.settings.steps)
         return values if eta is None else values | {"progress/eta_s": eta}

@@ -120,6 +120,18 @@ def test_a_failure_says_why_in_one_line(job):
     assert len(str(failure.value).splitlines()) == 1
 
 
+def test_the_reason_of_a_crash_is_its_exception_and_not_what_hydra_says_of_it(job):
+    class Crash(FakeTraining):
+        def __call__(self, arguments, log):
+            process = super().__call__(arguments, log)
+            log.write_text("ValueError: too deep\n\nSet the environment variable HYDRA_FULL_ERROR=1 for all of it.\n")
+            process.poll = lambda: 1
+            return process
+
+    with pytest.raises(RunFailed, match="exit code 1: ValueError: too deep"):
+        runner(Crash()).run(job)
+
+
 def test_a_stop_of_the_benchmark_stops_the_run_and_waits_for_it(job):
     polls, training = [], FakeTraining()
     watched = runner(

@@ -210,12 +210,14 @@ def test_a_plan_is_printed_with_an_estimate_and_nothing_is_done(capsys):
     output = capsys.readouterr().out
     assert "4 runs of gym:tests.toys:Toy-v0, 1 minutes of training each, into out" in output
     assert output.count("python scripts/train.py ") == 4
-    assert "4 of 4 runs are left: 4:00 of training, in all about 6:00" in output
+    assert "4 of 4 runs are left: 4:00 of training, in all about 6:00, if compiling and evaluating take" in output
     assert training.started == []
     assert list(Path().iterdir()) == []
     run(training, seeds=1)
     run(training, dry=True)
-    assert "2 of 4 runs are left: 2:00 of training" in capsys.readouterr().out
+    # A run of 60 s took 66 s of training, 8 s before it and 4 s for each of 5 evaluations.
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"2 of 4 runs are left: 2:00 of training, in all about 2:[45]\d, as the 2 before took", line)
 
 
 class Links(HTMLParser):
