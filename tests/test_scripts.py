@@ -178,7 +178,7 @@ def test_a_crash_of_an_environment_ends_the_run_with_its_number_and_traceback(tm
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
 def test_a_signal_saves_the_run_leaves_a_summary_and_no_process(tmp_path, number, code):
-    process = start(tmp_path, *TINY, "steps=1e6", "eval_freq=1e6", "vector=async")
+    process = start(tmp_path, *TINY, "steps=1e6", "compile=false", "eval_freq=1e6", "vector=async")
     wait_for_learning(process)
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
@@ -196,9 +196,9 @@ def test_a_signal_saves_the_run_leaves_a_summary_and_no_process(tmp_path, number
 
 
 def test_two_processes_never_write_one_run_and_the_second_is_told_of_the_first(tmp_path):
-    process = start(tmp_path, *TINY, "steps=1e6", "eval_freq=1e6")
+    process = start(tmp_path, *TINY, "steps=1e6", "compile=false", "eval_freq=1e6")
     wait_for_learning(process)
-    second = run(tmp_path, "train.py", *TINY, "steps=1e6", "eval_freq=1e6")
+    second = run(tmp_path, "train.py", *TINY, "steps=1e6", "compile=false", "eval_freq=1e6")
     process.kill()
     process.communicate()
     assert second.returncode == 2
