@@ -17,7 +17,8 @@ from tdmpc.training.progress import Phase
 from tdmpc.training.run_directory import RunDirectoryError
 from tests.training.builders import TINY
 
-TIMES = ("time", "elapsed_s", "eval/duration_s", "progress/eta_s", "save/bytes")
+PHASES = [f"progress/{phase.value}_s" for phase in Phase]
+TIMES = ("time", "elapsed_s", "eval/duration_s", "progress/eta_s", "save/bytes", *PHASES)
 
 
 class Outcome:
