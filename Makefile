@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal
 
 .PHONY: train test check docs clean
 
@@ -9,13 +10,13 @@ train: $(VENV)/.installed
 	$(BIN)/python scripts/train.py experiment=quickstart
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # What is generated from the code.
 docs: $(VENV)/.installed
