@@ -91,7 +91,7 @@ def checked_arguments(command: Command, arguments: Sequence[str]) -> list[str]:
     if unknown:
         raise ConfigError(f"{unknown[0]}: no such flag; --help lists what there is")
     if options.help:
-        print(help_text(command))
+        _print_to_reader(help_text(command))
         raise SystemExit(0)
     overrides = [_parsed(argument) for argument in options.overrides]
     for override in overrides:
@@ -99,6 +99,15 @@ def checked_arguments(command: Command, arguments: Sequence[str]) -> list[str]:
     flags = [word for word in arguments if word not in options.overrides]
     more = completed(overrides, command.name) if options.multirun else []
     return flags + options.overrides + more
+
+
+def _print_to_reader(text: str) -> None:
+    """Print to whoever reads, and say nothing to a reader that has left, as `| head` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is still buffered would be written, and fail again, when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _check_override(command: Command, override: Override, multirun: bool) -> None:

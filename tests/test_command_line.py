@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +208,16 @@ def test_the_examples_in_the_help_are_accepted(command):
     assert len(command.examples) >= 3
     for example in command.examples:
         assert checked_arguments(command, example.split())
+
+
+def test_a_reader_of_the_help_may_leave_early():
+    script = "import sys; from tdmpc.command_line import prepare_arguments; from tdmpc.commands import TRAIN; "
+    script += "sys.argv[1:] = ['--help']; prepare_arguments(TRAIN)"
+    reading, writing = os.pipe()
+    os.close(reading)
+    outcome = subprocess.run([sys.executable, "-c", script], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (outcome.returncode, outcome.stderr) == (0, "")
 
 
 def test_help_is_printed_instead_of_running(capsys):
