@@ -61,7 +61,7 @@ class Rows:
     def announce(self, text):
         raise AssertionError("only rows and videos go through a thread")
 
-    def advance(self, step, eta_s):
+    def advance(self, step, eta_s, doing=""):
         raise AssertionError("only rows and videos go through a thread")
 
     def close(self):
