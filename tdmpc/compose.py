@@ -104,7 +104,8 @@ def build_trainer(
     # First, because OpenGL is chosen with the first environment; and because what does not fit should be refused
     # before the processes of training environments are started.
     compute = choose_compute(config, device, recorder.announce)
-    eval_envs, videos = _eval_envs_and_videos(config, _num_eval_envs(config, compute, device), run, recorder, stack)
+    num_eval_envs = _num_eval_envs(config, compute, device)
+    eval_envs, videos = _eval_envs_and_videos(config, num_eval_envs, run, recorder, timers, stack)
     network, weights = _network_and_weights(config, eval_envs)
     _check_memory(config, eval_envs, device, recorder)
     envs = stack.enter_context(make_vector(config.task, config.num_envs, vector=config.vector, options=config.env))
@@ -226,7 +227,7 @@ def _num_eval_envs(config: TrainConfig, compute: Compute, device: torch.device) 
 
 
 def _eval_envs_and_videos(
-    config: TrainConfig, num_envs: int, run: Path, recorder: Recorder, stack: ExitStack
+    config: TrainConfig, num_envs: int, run: Path, recorder: Recorder, timers: Timers, stack: ExitStack
 ) -> tuple[VectorEnv, Filming]:
     """Make the evaluation environments, and what films them; without OpenGL they are made all the same."""
     make = partial(_make_eval_envs, config, num_envs)
@@ -237,7 +238,8 @@ def _eval_envs_and_videos(
     except RenderError as error:
         recorder.announce(f"warning: save_video=true: no videos will be made: {error}")
         return stack.enter_context(make()), NoVideos()
-    return envs, Videos(run / "videos", lambda: envs.render(0), envs.render_fps, recorder.announce, recorder.add_video)
+    folder, announce = run / "videos", recorder.announce
+    return envs, Videos(folder, lambda: envs.render(0), envs.render_fps, announce, recorder.add_video, timers)
 
 
 def _make_eval_envs(config: TrainConfig | EvaluateConfig, num_envs: int, render: bool = False) -> VectorEnv:
