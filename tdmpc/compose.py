@@ -31,6 +31,7 @@ from tdmpc.telemetry.video import Filming, NoVideos, Videos
 from tdmpc.training.checkpoint import Checkpoints
 from tdmpc.training.collector import Collector
 from tdmpc.training.evaluation import Evaluator
+from tdmpc.training.progress import Progress
 from tdmpc.training.saver import NoSaver, Saver
 from tdmpc.training.trainer import Trainer, TrainerSettings
 from tdmpc.training.weights import check_sizes, load_weights
@@ -100,7 +101,8 @@ def build_trainer(
         ConfigError, TaskError, CheckpointError: a key does not fit what it names.
     """
     device = set_up_torch(config, recorder.announce)
-    seeds, timers = Seeds(config.seed, config.merge.worker if config.merge.merges else 0), Timers(device=device)
+    seeds = Seeds(config.seed, config.merge.worker if config.merge.merges else 0)
+    timers, progress = Timers(device=device), Progress()  # at the same moment, so that they agree on what a run takes
     # First, because OpenGL is chosen with the first environment; and because what does not fit should be refused
     # before the processes of training environments are started.
     compute = choose_compute(config, device, recorder.announce)
@@ -132,6 +134,7 @@ def build_trainer(
         should_stop=should_stop,
         system=SystemMetrics(device, lambda: replay.nbytes),
         trace=_trace(config, run, recorder, stack),
+        progress=progress,
     )
 
 

@@ -134,7 +134,7 @@ METRICS = (
     _rate(
         "rate/steady_steps_per_s",
         "steps/s",
-        "Steps per second of training alone, without random steps, setup, pretraining, compiling, evaluation, merging and "
+        "Steps per second of training alone: without random steps, setup, pretraining, compiling, evaluation, merging, "
         "saving.",
     ),
     _rate("rate/run_steps_per_s", "steps/s", "Steps per second of the whole run, over all its resumes."),
@@ -183,9 +183,19 @@ METRICS = (
     Metric("save/bytes", "B", "Bytes written by the checkpoints of the window.", Reduce.SUM, Reduce.SUM),
     Metric("system/rss_bytes", "B", "Resident memory of the process and its children.", Reduce.LAST, Reduce.SUM),
     Metric("system/gpu_peak_bytes", "B", "Most GPU memory that torch has held.", Reduce.LAST, Reduce.SUM),
-    Metric("system/replay_bytes", "B", "Memory reserved for the replay, which it takes when it is full.", Reduce.LAST, Reduce.SUM),
     Metric(
-        "system/cpu_percent", "%", "CPU use of the process and its children in the window; 100 is one core.", Reduce.LAST, Reduce.SUM
+        "system/replay_bytes",
+        "B",
+        "Memory reserved for the replay, which it takes when it is full.",
+        Reduce.LAST,
+        Reduce.SUM,
+    ),
+    Metric(
+        "system/cpu_percent",
+        "%",
+        "CPU use of the process and its children in the window; 100 is one core.",
+        Reduce.LAST,
+        Reduce.SUM,
     ),
 )
 """All that a row can hold besides."""

@@ -42,7 +42,10 @@ def bottleneck(total: Window) -> str:
     share = own[most] / total.wall_s
     gain = 1 / (1 - share) if share < 1 else float("inf")
     also = f" ({', '.join(places[most])} included)" if places[most] else ""
-    return f"bottleneck: {most} takes {share:.0%} of the time{also}; without it the run would be up to {gain:.1f} times as fast"
+    return (
+        f"bottleneck: {most} takes {share:.0%} of the time{also}; "
+        f"without it the run would be up to {gain:.1f} times as fast"
+    )
 
 
 def report(total: Window, overhead_s: float) -> str:

@@ -58,6 +58,7 @@ class Trainer:
         system: returns metrics of the machine for a row.
         trace: called with the number of updates done before every update.
         should_stop: asked after every iteration.
+        progress: where it counts, begun with the run; by default one that begins here.
     """
 
     def __init__(
@@ -75,11 +76,12 @@ class Trainer:
         system: Callable[[], dict[str, float]] = dict,
         trace: Callable[[int], None] = lambda update: None,
         should_stop: Callable[[], bool] = lambda: False,
+        progress: Progress | None = None,
     ) -> None:
         self.agent, self.collector, self.replay, self.evaluator = agent, collector, replay, evaluator
         self.recorder, self.timers, self.settings, self.videos = recorder, timers, settings, videos
         self.saver, self.merger, self.system, self.trace, self.should_stop = saver, merger, system, trace, should_stop
-        self.progress = Progress()
+        self.progress = progress or Progress()
         self.last_evaluation: Evaluation | None = None
         self.should_log = Every(settings.log_freq, start=settings.log_freq)
         self.should_evaluate = Every(settings.eval_freq, start=0)

@@ -345,5 +345,6 @@ def test_the_rows_of_a_run_cover_all_of_its_time_but_the_last_save(tmp_path):
         total.sections["evaluate"].total_s
     )
     assert sum(row["time/other/total_s"] for row in rows) == pytest.approx(total.other_s, abs=0.05)
+    assert trainer.progress.view().total_elapsed_s == pytest.approx(trainer.timers.total().wall_s, abs=0.05)
     assert rows[-1]["elapsed_s"] == sink.rows[-1]["elapsed_s"]
     assert rows[-1]["elapsed_s"] == pytest.approx(total.wall_s - total.sections["save"].total_s, abs=0.05)
