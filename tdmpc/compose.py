@@ -31,6 +31,7 @@ from tdmpc.telemetry.video import Filming, NoVideos, Videos
 from tdmpc.training.checkpoint import Checkpoints
 from tdmpc.training.collector import Collector
 from tdmpc.training.evaluation import Evaluator
+from tdmpc.training.progress import Progress
 from tdmpc.training.saver import NoSaver, Saver
 from tdmpc.training.trainer import Trainer, TrainerSettings
 from tdmpc.training.weights import check_sizes, load_weights
@@ -100,11 +101,13 @@ def build_trainer(
         ConfigError, TaskError, CheckpointError: a key does not fit what it names.
     """
     device = set_up_torch(config, recorder.announce)
-    seeds, timers = Seeds(config.seed, config.merge.worker if config.merge.merges else 0), Timers(device=device)
+    seeds = Seeds(config.seed, config.merge.worker if config.merge.merges else 0)
+    timers, progress = Timers(device=device), Progress()  # at the same moment, so that they agree on what a run takes
     # First, because OpenGL is chosen with the first environment; and because what does not fit should be refused
     # before the processes of training environments are started.
     compute = choose_compute(config, device, recorder.announce)
-    eval_envs, videos = _eval_envs_and_videos(config, _num_eval_envs(config, compute, device), run, recorder, stack)
+    num_eval_envs = _num_eval_envs(config, compute, device)
+    eval_envs, videos = _eval_envs_and_videos(config, num_eval_envs, run, recorder, timers, stack)
     network, weights = _network_and_weights(config, eval_envs)
     _check_memory(config, eval_envs, device, recorder)
     envs = stack.enter_context(make_vector(config.task, config.num_envs, vector=config.vector, options=config.env))
@@ -131,6 +134,7 @@ def build_trainer(
         should_stop=should_stop,
         system=SystemMetrics(device, lambda: replay.nbytes),
         trace=_trace(config, run, recorder, stack),
+        progress=progress,
     )
 
 
@@ -226,7 +230,7 @@ def _num_eval_envs(config: TrainConfig, compute: Compute, device: torch.device) 
 
 
 def _eval_envs_and_videos(
-    config: TrainConfig, num_envs: int, run: Path, recorder: Recorder, stack: ExitStack
+    config: TrainConfig, num_envs: int, run: Path, recorder: Recorder, timers: Timers, stack: ExitStack
 ) -> tuple[VectorEnv, Filming]:
     """Make the evaluation environments, and what films them; without OpenGL they are made all the same."""
     make = partial(_make_eval_envs, config, num_envs)
@@ -237,7 +241,8 @@ def _eval_envs_and_videos(
     except RenderError as error:
         recorder.announce(f"warning: save_video=true: no videos will be made: {error}")
         return stack.enter_context(make()), NoVideos()
-    return envs, Videos(run / "videos", lambda: envs.render(0), envs.render_fps, recorder.announce, recorder.add_video)
+    folder, announce = run / "videos", recorder.announce
+    return envs, Videos(folder, lambda: envs.render(0), envs.render_fps, announce, recorder.add_video, timers)
 
 
 def _make_eval_envs(config: TrainConfig | EvaluateConfig, num_envs: int, render: bool = False) -> VectorEnv:

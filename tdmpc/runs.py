@@ -198,7 +198,10 @@ def _report(trainer: Trainer, run: Path, ending: str) -> None:
         "last_evaluation": None if evaluation is None else evaluation.metrics(),
     }
     trainer.recorder.announce(f"\n{report(total, trainer.timers.overhead_s)}")
-    write_summary(run / "summary.json", total, summary)
+    try:
+        write_summary(run / "summary.json", total, summary)
+    except OSError as error:
+        trainer.recorder.announce(f"warning: {run / 'summary.json'} not written ({error})")
 
 
 def _farewell(trainer: Trainer, run: Path, config: TrainConfig) -> str:

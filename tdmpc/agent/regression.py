@@ -35,7 +35,8 @@ class TwoHot(nn.Module):
         """Return the lower neighbouring bin (int64) and the weight of the upper one."""
         position = (symlog(x).clamp(self.vmin, self.vmax) - self.vmin) / self.bin_size
         # The highest value belongs to the last pair of bins: its upper neighbour must exist.
-        lower = position.floor().clamp(0, self.num_bins - 2)
+        # What is not a number has no bin, but must come out as a loss that is none, and not as a place out of bounds.
+        lower = position.nan_to_num(0.0).floor().clamp(0, self.num_bins - 2)
         return lower.long(), position - lower
 
     def decode(self, logits: Tensor) -> Tensor:

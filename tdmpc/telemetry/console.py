@@ -27,12 +27,15 @@ VALUES = (
 ROUND = "merge/round"
 """The round of merging, in the lines of those windows that had one."""
 
-SECTIONS = ("update", "act", "env")
-"""Sections whose mean and maximum a line shows, the most important first."""
+SECTIONS = {"update": "update", "act": "act", "env/wait": "env"}
+"""Sections whose mean and maximum a line shows, the most important first, and what it calls them.
+
+All that `env` does would be a mixture: most of its calls only hand over actions.
+"""
 
 LEGEND = textwrap.fill(
-    f"{legend((*VALUES, ROUND))}; {'|'.join(SECTIONS)}: mean and maximum in ms of a call in the window; "
-    "ETA: time left. docs/metrics.md explains every value.",
+    f"{legend((*VALUES, ROUND))}; {', '.join(SECTIONS.values())}: mean|maximum in ms of an update, of choosing "
+    "actions and of waiting for the environments; ETA: time left. docs/metrics.md explains every value.",
     width=100,
 )
 """Printed once, before the first row."""
@@ -74,7 +77,7 @@ class Console:
         self._print(line(row, self._columns() - len(self._label) if self._terminal else None))
         for name in ("eval/episode_reward", "train/episode_reward"):
             if name in row:
-                self._return = f", R {row[name]:.0f}"
+                self._return = f"R {row[name]:.0f}"
 
     def announce(self, text: str) -> None:
         """Print a line of text."""
@@ -84,16 +87,17 @@ class Console:
         """Say where it is."""
         self._print(f"video: {path}")
 
-    def advance(self, step: int, eta_s: float | None) -> None:
+    def advance(self, step: int, eta_s: float | None, doing: str = "") -> None:
         """Move the bar."""
         if not self._shows_bar:
             return
         if self._bar is None:
             # Only now that the run has begun: what is refused before is a line of its own.
             form = "{percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} steps{postfix}"
-            self._bar = tqdm(total=self._total, file=self._stream, dynamic_ncols=True, bar_format=form)
+            # Without a least number of steps, for what is done between steps moves it as well.
+            self._bar = tqdm(total=self._total, file=self._stream, dynamic_ncols=True, bar_format=form, miniters=0)
         eta = "" if eta_s is None else f"ETA {duration(eta_s)}"
-        self._bar.set_postfix_str(eta + self._return, refresh=False)
+        self._bar.set_postfix_str(", ".join(part for part in (doing, eta, self._return) if part), refresh=False)
         self._bar.update(min(step, self._total) - self._bar.n)
 
     def close(self) -> None:
@@ -110,9 +114,10 @@ class Console:
 def line(row: Row, columns: int | None) -> str:
     """Return a row as one line of at most `columns` characters, leaving out what matters least.
 
-    What always stays is step, kind, return, episodes, loss, rate and ETA.
+    What always stays is step, return, episodes, loss, rate and ETA. A line without a kind is a window of training.
     """
-    essential = [f"{row['step']:>9,}", f"{row['kind']:<5}", *_values(row)]
+    kind = [] if row["kind"] == "train" else [row["kind"]]
+    essential = [f"{row['step']:>9,}", *kind, *_values(row)]
     if "progress/eta_s" in row:
         essential.append(f"ETA {duration(row['progress/eta_s'])}")
     cells = [*essential]
@@ -145,8 +150,8 @@ def _value(row: Row, name: str) -> str:
 
 def _sections(row: Row) -> list[str]:
     cells = []
-    for section in SECTIONS:
+    for section, short in SECTIONS.items():
         if f"time/{section}/mean_s" in row:
             mean, most = row[f"time/{section}/mean_s"], row[f"time/{section}/max_s"]
-            cells.append(f"{section} {1000 * mean:.0f}|{1000 * most:.0f}")
+            cells.append(f"{short} {1000 * mean:.0f}|{1000 * most:.0f}")
     return cells

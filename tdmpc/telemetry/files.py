@@ -17,7 +17,7 @@ class RowSink:
     def add_video(self, step: int, path: Path) -> None:
         """Ignore videos."""
 
-    def advance(self, step: int, eta_s: float | None) -> None:
+    def advance(self, step: int, eta_s: float | None, doing: str = "") -> None:
         """Ignore steps."""
 
     def close(self) -> None:

@@ -56,7 +56,13 @@ def _phase(name: str, what: str) -> Metric:
 
 
 ROW = (
-    _last("kind", "", "What the row is about: pretrain, train (a window of training) or eval (an evaluation)."),
+    Metric(
+        "kind",
+        "",
+        "What the row is about: pretrain, train (a window of training) or eval (an evaluation).",
+        Reduce.LAST,
+        Reduce.LAST,
+    ),
     _last("step", "steps", "Steps of the run so far, summed over its environments; the x axis of every curve."),
     _last(
         "frames", "frames", "Simulator frames so far: steps times the action repeat, the x axis of published curves."
@@ -98,17 +104,17 @@ METRICS = (
     Metric("eval/episodes", "episodes", "Episodes of the evaluation.", Reduce.SUM, Reduce.SUM, "n", "{:.0f}"),
     Metric("eval/failed_episodes", "episodes", "Episodes of it that a failure cut short.", Reduce.SUM, Reduce.SUM),
     Metric("eval/duration_s", "s", "Time that the evaluation took.", Reduce.SUM, Reduce.MAX, "s", "{:.0f}"),
-    _last("progress/vector_steps", "", "Training steps of all environments together."),
+    _last("progress/vector_steps", "vector steps", "Training steps of all environments together."),
     _last("progress/episodes", "episodes", "Training episodes that ended so far.", short="ep", form="{:.0f}"),
     _last("progress/failed_episodes", "episodes", "Training episodes discarded so far after a failed simulation."),
     _last("progress/pretraining_updates", "updates", "Updates of pretraining."),
-    _last("progress/merges", "", "Rounds of merging that changed the weights so far."),
-    _last("progress/eval_rounds", "", "Evaluations so far."),
+    _last("progress/merges", "rounds", "Rounds of merging that changed the weights so far."),
+    _last("progress/eval_rounds", "rounds", "Evaluations so far."),
     _last("progress/eval_episodes", "episodes", "Episodes of all evaluations so far."),
     _last("progress/eval_steps", "steps", "Steps of all evaluations so far."),
     _last("progress/lifetime_steps", "steps", "Steps that the weights have seen, over all runs they were part of."),
     _last("progress/lifetime_updates", "updates", "Updates that the weights have seen, over all their runs."),
-    _last("progress/lifetime_merges", "", "Rounds of merging that changed the weights, over all their runs."),
+    _last("progress/lifetime_merges", "rounds", "Rounds of merging that changed the weights, over all their runs."),
     Metric("progress/eta_s", "s", "Estimated time to the end of the run.", Reduce.LAST, Reduce.MAX),
     _phase("setup", "setting up before its first step, loading a checkpoint included"),
     _phase("compiling", "compiling plans and updates"),
@@ -128,7 +134,8 @@ METRICS = (
     _rate(
         "rate/steady_steps_per_s",
         "steps/s",
-        "The same without setup, pretraining, compiling, evaluation, merging and saving.",
+        "Steps per second of training alone: without random steps, setup, pretraining, compiling, evaluation, merging, "
+        "saving.",
     ),
     _rate("rate/run_steps_per_s", "steps/s", "Steps per second of the whole run, over all its resumes."),
     _rate("rate/updates_per_s", "updates/s", "Updates per second of the window, everything included."),
@@ -160,21 +167,35 @@ METRICS = (
         Reduce.MAX,
     ),
     Metric("time/<section>/mean_s", "s", "Mean time of a call of the section in the window."),
-    Metric("time/<section>/max_s", "s", "Longest call of the section in the window.", workers=Reduce.MAX),
-    Metric("time/<section>/total_s", "s", "Time spent in the section in the window.", workers=Reduce.SUM),
-    Metric("time/<section>/count", "calls", "Calls of the section that ended in the window.", workers=Reduce.SUM),
+    Metric("time/<section>/max_s", "s", "Longest call of the section in the window.", Reduce.MAX, Reduce.MAX),
+    Metric("time/<section>/total_s", "s", "Time spent in the section in the window.", Reduce.SUM, Reduce.SUM),
+    Metric("time/<section>/count", "calls", "Calls of the section that ended in the window.", Reduce.SUM, Reduce.SUM),
     Metric("time/<section>/share", "", "Share of the window's wall-clock time spent in the section."),
     Metric(
-        "time/<section>/device_total_s", "s", "The GPU's own time for the section in the window.", workers=Reduce.SUM
+        "time/<section>/device_total_s",
+        "s",
+        "Time between begin and end of the section's calls on the GPU's stream.",
+        Reduce.SUM,
+        Reduce.SUM,
     ),
-    Metric("time/<section>/device_mean_s", "s", "The GPU's mean time for a call of the section."),
-    Metric("time/<section>/device_max_s", "s", "The GPU's time for the longest call of it.", workers=Reduce.MAX),
+    Metric("time/<section>/device_mean_s", "s", "Mean of these times over the calls."),
+    Metric("time/<section>/device_max_s", "s", "Longest of these times.", Reduce.MAX, Reduce.MAX),
     Metric("save/bytes", "B", "Bytes written by the checkpoints of the window.", Reduce.SUM, Reduce.SUM),
-    Metric("system/rss_bytes", "B", "Resident memory of the process.", Reduce.LAST, Reduce.SUM),
+    Metric("system/rss_bytes", "B", "Resident memory of the process and its children.", Reduce.LAST, Reduce.SUM),
     Metric("system/gpu_peak_bytes", "B", "Most GPU memory that torch has held.", Reduce.LAST, Reduce.SUM),
-    Metric("system/replay_bytes", "B", "Memory that the rows in the replay take.", Reduce.LAST, Reduce.SUM),
     Metric(
-        "system/cpu_percent", "%", "CPU use of the process in the window; 100 is one core.", Reduce.LAST, Reduce.SUM
+        "system/replay_bytes",
+        "B",
+        "Memory reserved for the replay, which it takes when it is full.",
+        Reduce.LAST,
+        Reduce.SUM,
+    ),
+    Metric(
+        "system/cpu_percent",
+        "%",
+        "CPU use of the process and its children in the window; 100 is one core.",
+        Reduce.LAST,
+        Reduce.SUM,
     ),
 )
 """All that a row can hold besides."""
@@ -197,9 +218,11 @@ def declaration(name: str) -> Metric:
 
 
 def legend(names: Iterable[str]) -> str:
-    """Explain the short names of these values, for the console."""
-    metrics = {_BY_NAME[name].short: _BY_NAME[name] for name in names}
-    return "; ".join(f"{short}: {metric.sentence.rstrip('.')}" for short, metric in metrics.items())
+    """Explain the short names of these values, for the console; one that several share has the sentences of all."""
+    sentences: dict[str, list[str]] = {}
+    for name in names:
+        sentences.setdefault(_BY_NAME[name].short, []).append(_BY_NAME[name].sentence.rstrip("."))
+    return "; ".join(f"{short}: {', or '.join(meanings)}" for short, meanings in sentences.items())
 
 
 def markdown() -> str:
@@ -211,8 +234,16 @@ def markdown() -> str:
     return f"{head}\n## In every row\n\n{_table(ROW)}\n## Values\n\n{_table(METRICS)}"
 
 
+COLUMNS = ("name", "unit", "over a window", "over workers", "meaning")
+"""What `cells` says of a metric."""
+
+
+def cells(metric: Metric) -> tuple[str, ...]:
+    """Return a metric as a line of a table of metrics."""
+    return metric.name, metric.unit, metric.window.value, metric.workers.value, metric.sentence
+
+
 def _table(metrics: Iterable[Metric]) -> str:
-    lines = ["| name | unit | over a window | over workers | meaning |", "|---|---|---|---|---|"]
-    for m in metrics:
-        lines.append(f"| `{m.name}` | {m.unit} | {m.window} | {m.workers} | {m.sentence} |")
-    return "\n".join(lines) + "\n"
+    lines = [COLUMNS, ("---",) * len(COLUMNS)]
+    lines += [(f"`{name}`", *rest) for name, *rest in map(cells, metrics)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

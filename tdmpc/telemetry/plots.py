@@ -230,8 +230,8 @@ def _draw_lines(axes: Axes, group: Group, panel: Panel, axis: Axis) -> None:
         if line.runs > 1:
             axes.fill_between(line.x / axis.unit, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
     if behind:
-        x, zorder = behind.x / axis.unit, BEHIND
-        axes.plot(x, behind.mean, color=colour, alpha=0.35, linewidth=1, zorder=zorder, label="training episodes")
+        look = {"alpha": 0.35, "linewidth": 1, "zorder": BEHIND, "marker": _marker(behind), "markersize": 3}
+        axes.plot(behind.x / axis.unit, behind.mean, color=colour, label="training episodes", **look)
 
 
 def _look(group: Group) -> tuple[str, Any]:
@@ -254,8 +254,8 @@ def _finish(axes: Axes, panel: Panel, axis: Axis) -> None:
     _label_x(axes, axis)
     axes.set_ylabel(panel.label)
     values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
-    # Most losses fall by orders of magnitude; the policy's goes below zero.
-    if panel in _LOSSES and values.min() > 0 and values.max() > DECADE * values.min():
+    # Most losses fall by orders of magnitude, the policy goes below zero, random steps are far faster than others.
+    if panel not in _RETURN and values.min() > 0 and values.max() > DECADE * values.min():
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

@@ -33,8 +33,8 @@ class Sink(Protocol):
         """Take a finished video of the evaluation at `step`."""
         ...
 
-    def advance(self, step: int, eta_s: float | None) -> None:
-        """Show that the run has reached `step`; called at every step, so it must cost next to nothing."""
+    def advance(self, step: int, eta_s: float | None, doing: str = "") -> None:
+        """Show how far the run is, and what it does between steps; called at every step, so it must cost little."""
         ...
 
     def close(self) -> None:
@@ -184,9 +184,9 @@ class Recorder:
         """Tell the sinks of a finished video."""
         self._each(lambda sink: sink.add_video(step, path))
 
-    def advance(self, step: int, eta_s: float | None) -> None:
+    def advance(self, step: int, eta_s: float | None, doing: str = "") -> None:
         """Tell the sinks how far the run is."""
-        self._each(lambda sink: sink.advance(step, eta_s))
+        self._each(lambda sink: sink.advance(step, eta_s, doing))
 
     def close(self) -> None:
         """Close the sinks."""

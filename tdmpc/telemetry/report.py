@@ -1,6 +1,7 @@
 """What a run says at its end: where the time went, what held it up, what came of it."""
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,8 +11,12 @@ from tdmpc.telemetry.window import OTHER, SectionStats, Window
 
 
 def table(total: Window) -> str:
-    """Return the sections of a whole run as a table, the longest first at every level."""
-    lines = [f"{'section':<28}{'total':>10}{'share':>8}{'calls':>10}{'mean':>15}{'max':>14}"]
+    """Return the sections of a whole run as a table, the longest first at every level.
+
+    Where calls were timed on a device as well, its time stands beside the host's.
+    """
+    device = f"{'device':>12}" if any(_on_device(stats) for stats in total.sections.values()) else ""
+    lines = [f"{'section':<28}{'total':>10}{'share':>8}{'calls':>10}{'mean':>15}{'max':>14}{device}"]
     lines += [_table_line(path, total.sections[path]) for path in _by_time(total)]
     if total.wall_s > 0:
         lines.append(f"{OTHER:<28}{total.other_s:>8.1f} s{total.other_share:>8.1%}")
@@ -19,17 +24,28 @@ def table(total: Window) -> str:
 
 
 def bottleneck(total: Window) -> str:
-    """Return the section whose own time is largest, and by Amdahl's law what the run would gain without it.
+    """Return the work whose own time is largest, and by Amdahl's law what the run could gain without it.
 
-    Own time is the time in a section and in none inside it: removing it leaves the sections inside.
+    Own time is the time in a section and in none inside it: removing it leaves the sections inside. A section that is
+    inside another as well (`act/plan` and `evaluate/act/plan`) is the same work in both places. Where a device was
+    timed, its time counts: the host's is often that of waiting for what another section has begun.
     """
-    own = {path: stats.self_s for path, stats in total.sections.items()}
-    if not own or total.wall_s <= 0:
+    if not total.sections or total.wall_s <= 0:
         return "nothing was measured"
-    path = max(own, key=lambda name: own[name])
-    share = own[path] / total.wall_s
+    own: dict[str, float] = defaultdict(float)
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in total.sections:
+        work = _work(path, total)
+        own[work] += _own_s(path, total)
+        places[work] += [path] if path != work else []
+    most = max(own, key=lambda work: own[work])
+    share = own[most] / total.wall_s
     gain = 1 / (1 - share) if share < 1 else float("inf")
-    return f"bottleneck: {path} takes {share:.0%} of the time; without it the run would be {gain:.1f} times as fast"
+    also = f" ({', '.join(places[most])} included)" if places[most] else ""
+    return (
+        f"bottleneck: {most} takes {share:.0%} of the time{also}; "
+        f"without it the run would be up to {gain:.1f} times as fast"
+    )
 
 
 def report(total: Window, overhead_s: float) -> str:
@@ -64,10 +80,35 @@ def _by_time(total: Window) -> list[str]:
     return sorted(total.sections, key=key)
 
 
+def _work(path: str, total: Window) -> str:
+    """Return the shortest end of a path that is a section as well."""
+    parts = path.split("/")
+    ends = ("/".join(parts[begin:]) for begin in reversed(range(len(parts))))
+    return next(end for end in ends if end in total.sections)
+
+
+def _own_s(path: str, total: Window) -> float:
+    """Return the seconds in a section and in none inside it, the device's where it was timed."""
+    stats = total.sections[path]
+    if not _on_device(stats):
+        return stats.self_s
+    inside = [stats for name, stats in total.sections.items() if name.rpartition("/")[0] == path]
+    return max(0.0, _device_s(stats) - sum(map(_device_s, inside)))
+
+
+def _on_device(stats: SectionStats) -> bool:
+    return stats.device_total_s is not None
+
+
+def _device_s(stats: SectionStats) -> float:
+    return stats.device_total_s or 0.0
+
+
 def _table_line(path: str, stats: SectionStats) -> str:
     depth = path.count("/")
     name = "  " * depth + path.rpartition("/")[2]
     line = f"{name:<28}{stats.total_s:>8.1f} s{stats.share:>8.1%}{stats.count:>10,}"
     if stats.mean_s is None or stats.max_s is None:
         return line
-    return f"{line}{1000 * stats.mean_s:>12.2f} ms{1000 * stats.max_s:>11.0f} ms"
+    device = f"{stats.device_total_s:>10.1f} s" if stats.device_total_s is not None else ""
+    return f"{line}{1000 * stats.mean_s:>12.2f} ms{1000 * stats.max_s:>11.0f} ms{device}"

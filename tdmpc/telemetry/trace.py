@@ -38,11 +38,20 @@ class Trace:
         if self._profile is None:
             return
         finished, self._profile, self._begin = self._profile, None, self._end
-        finished.stop()
-        finished.export_chrome_trace(str(self._path))
-        sort = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        table = finished.key_averages().table(sort_by=sort, row_limit=12, max_name_column_width=50)
-        self._announce(f"{table}\ntrace: {self._path}")
+        try:
+            finished.stop()
+            finished.export_chrome_trace(str(self._path))
+            self._announce(f"{_top_operators(finished)}\ntrace: {self._path}")
+        except (OSError, RuntimeError) as error:  # as where the disk is full
+            self._announce(f"warning: no trace {self._path}: {error}")
+
+
+def _top_operators(finished: profile) -> str:
+    """Return the operators that took longest as a table, by the device's time where one was used."""
+    operators = finished.key_averages()
+    used = any(operator.self_device_time_total > 0 for operator in operators)
+    sort = "self_device_time_total" if used else "self_cpu_time_total"
+    return operators.table(sort_by=sort, row_limit=12, max_name_column_width=50)
 
 
 def no_trace(update: int) -> None:

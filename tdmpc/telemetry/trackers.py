@@ -18,7 +18,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from tdmpc.telemetry.files import RowSink
-from tdmpc.telemetry.metrics import ROW, declaration
+from tdmpc.telemetry.metrics import COLUMNS, METRICS, ROW, cells, declaration
 from tdmpc.telemetry.recorder import Row, Sink
 
 
@@ -124,6 +124,9 @@ class WandB(RowSink):
             ) from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        # W&B has no place for the description of a metric, so all stand in a table beside the curves.
+        table = wandb.Table(columns=list(COLUMNS), data=[list(cells(metric)) for metric in (*ROW, *METRICS)])
+        self._run.log({"metrics": table}, commit=False)  # with the first row
 
     def write(self, row: Row) -> None:
         """Send a row."""

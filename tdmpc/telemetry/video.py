@@ -56,6 +56,7 @@ class Videos:
         fps: pictures a second at which they are shown.
         warn: told the first time that a video fails; the next rounds are tried again, silently.
         finished: told the step and the file of every video that is complete.
+        section: brackets what takes time, by the name `video`, for whoever wants to measure it.
     """
 
     def __init__(
@@ -65,9 +66,10 @@ class Videos:
         fps: float,
         warn: Callable[[str], None],
         finished: Callable[[int, Path], None] = lambda step, path: None,
+        section: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self._folder, self._render, self._fps = folder, render, fps
-        self._warn, self._finished = warn, finished
+        self._warn, self._finished, self._section = warn, finished, section
         self._warned = False
 
     @contextlib.contextmanager
@@ -78,9 +80,15 @@ class Videos:
         """
         path = self._folder / f"{step}.mp4"
         take = _Take(VideoFile(path, self._fps), self._render)
+
+        def take_picture() -> None:
+            with self._section("video"):
+                take.picture()
+
         with take.video:
-            yield take.picture
-            take.finish()
+            yield take_picture
+            with self._section("video"):
+                take.finish()
         if take.error is not None:
             self._warn_once(path, take.error)
         elif take.video.frames:

@@ -60,7 +60,7 @@ class Evaluator:
         agent: whom to evaluate.
         envs: environments of its own; any number, the episodes are run in groups of so many.
         seeds: of the run; episode and planner seeds depend on the round and the episode.
-        timers: sections `act`, `env` and `video`.
+        timers: sections `act` and `env`.
     """
 
     def __init__(self, agent: "TDMPC2", envs: "VectorEnv", seeds: Seeds, timers: "Timers") -> None:
@@ -103,7 +103,7 @@ class Evaluator:
         state = self.agent.initial_state(len(running), self.seeds.integer(Stream.EVAL_PLANNER, round, group[0]))
         state = state.select(torch.from_numpy(group - group[0]).to(self.agent.device))
         actions = np.zeros((len(running), self.envs.action_size), np.float32)
-        self._picture(take_picture)
+        take_picture()
         while running.any():
             watch()
             with self.timers("act"):
@@ -111,7 +111,7 @@ class Evaluator:
             with self.timers("env"):
                 step = self.envs.step(actions, running)
             if running[0]:
-                self._picture(take_picture)
+                take_picture()
             episodes = group[running[: len(group)]]
             outcome.returns[episodes] += step.reward[running]
             outcome.lengths[episodes] += 1
@@ -120,10 +120,6 @@ class Evaluator:
             state = state.select(torch.from_numpy(np.flatnonzero(still)).to(self.agent.device))
             running[running] = still
             obs, first = step.obs, False
-
-    def _picture(self, take_picture: Callable[[], None]) -> None:
-        with self.timers("video"):
-            take_picture()
 
     def _act(self, obs: np.ndarray, state: "PlannerState", first: bool) -> tuple[np.ndarray, "PlannerState"]:
         """Choose actions; all episodes of a group begin together."""

@@ -107,26 +107,26 @@ class ProgressView:
         return max(steps - self.total.steps, 0) * spent / trained
 
     def rates(self, since: "ProgressView") -> dict[str, float]:
-        """Return what was done per second since another moment of the same process, and over the whole run."""
+        """Return what was done per second since another moment of the same process, and over the whole run.
+
+        Of what was not done there is no rate. Steady is training alone: no random steps, setup, compiling, pretraining,
+        evaluation, merging or saving.
+        """
         counts = self.total.minus(since.total)
         elapsed = self.total_elapsed_s - since.total_elapsed_s
-        steady = _steady_s(self) - _steady_s(since)
+        trained = self.steps_in[Phase.TRAINING] - since.steps_in[Phase.TRAINING]
+        training = self.elapsed_s[Phase.TRAINING] - since.elapsed_s[Phase.TRAINING]
         rates = {
             "rate/steps_per_s": _per_second(counts.steps, elapsed),
             "rate/updates_per_s": _per_second(counts.updates, elapsed),
-            "rate/steady_steps_per_s": _per_second(counts.steps, steady),
+            "rate/steady_steps_per_s": _per_second(trained, training),
             "rate/run_steps_per_s": _per_second(self.total.steps, self.total_elapsed_s),
         }
         return {name: rate for name, rate in rates.items() if rate is not None}
 
 
-def _steady_s(view: ProgressView) -> float:
-    """Return the seconds spent acting and learning: no setup, compiling, pretraining, evaluation, merging, saving."""
-    return view.elapsed_s[Phase.SEEDING] + view.elapsed_s[Phase.TRAINING]
-
-
 def _per_second(count: int, seconds: float) -> float | None:
-    return count / seconds if seconds > 0 else None
+    return count / seconds if count and seconds > 0 else None
 
 
 @dataclass

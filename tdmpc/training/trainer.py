@@ -58,6 +58,7 @@ class Trainer:
         system: returns metrics of the machine for a row.
         trace: called with the number of updates done before every update.
         should_stop: asked after every iteration.
+        progress: where it counts, begun with the run; by default one that begins here.
     """
 
     def __init__(
@@ -75,11 +76,12 @@ class Trainer:
         system: Callable[[], dict[str, float]] = dict,
         trace: Callable[[int], None] = lambda update: None,
         should_stop: Callable[[], bool] = lambda: False,
+        progress: Progress | None = None,
     ) -> None:
         self.agent, self.collector, self.replay, self.evaluator = agent, collector, replay, evaluator
         self.recorder, self.timers, self.settings, self.videos = recorder, timers, settings, videos
         self.saver, self.merger, self.system, self.trace, self.should_stop = saver, merger, system, trace, should_stop
-        self.progress = Progress()
+        self.progress = progress or Progress()
         self.last_evaluation: Evaluation | None = None
         self.should_log = Every(settings.log_freq, start=settings.log_freq)
         self.should_evaluate = Every(settings.eval_freq, start=0)
@@ -109,6 +111,15 @@ class Trainer:
             NonFiniteError: a loss or a gradient is not a finite number.
             ExchangeError: workers that can only merge all together have lost one; the round is still due.
         """
+        try:
+            self._train()
+        except Exception:
+            # Weights that are not finite break something else before the window ends: say why.
+            self.recorder.check_finite(self.step)
+            raise
+        return self.progress.total
+
+    def _train(self) -> None:
         self._compile()
         if self.merger.due(self.step):
             self._end_iteration()  # which a stop has broken off
@@ -124,9 +135,9 @@ class Trainer:
             self._end_iteration()
         if self._evaluated_at != self.step:
             self.evaluate()
+            self._end_last_window()
         self.save()
         self.merger.finish(**self._totals())
-        return self.progress.total
 
     def _end_iteration(self) -> None:
         """Merge, log and save, each when due: the one point where a run stops and continues.
@@ -136,9 +147,14 @@ class Trainer:
         """
         due = self.merger.due(self.step)
         over = not due or self._merge()
-        if over and (self.should_log(self.step) or self.finished):
+        if over and not self.finished and self.should_log(self.step):
             self._log("train")
         self._save_if_due(needed=due and over and self.merger.collective)
+
+    def _end_last_window(self) -> None:
+        """Log what the last window did, in which the last evaluation is, as others have theirs in them."""
+        self.should_log(self.step)
+        self._log("train")
 
     def _merge(self) -> bool:
         """Merge with the other workers; tell whether it came to an end, which a stop does not wait for."""
@@ -188,7 +204,7 @@ class Trainer:
         for its episodes depend on its round alone.
         """
         episodes, round = self.settings.eval_episodes, self.progress.total.eval_rounds
-        self.recorder.announce(f"evaluating {episodes} episodes ...")
+        self.recorder.announce(f"evaluating {episodes} episode{'s' if episodes > 1 else ''} ...")
         with (
             self.progress.during(Phase.EVALUATION),
             self.timers("evaluate"),
@@ -266,9 +282,10 @@ class Trainer:
         total, done = self._pretraining_updates, self.progress.total.pretraining_updates
         self.recorder.announce(f"pretraining: {total - done:,} updates on {self.step:,} random steps ...")
         with self.timers("pretrain"):
-            for _ in range(total - done):
+            for update in range(done + 1, total + 1):
                 self._run_updates(1)
                 self.progress.advance(pretraining_updates=1)
+                self.recorder.advance(self.step, None, f"pretraining {update:,}/{total:,}")
                 self._save_if_due()
         self._seeding_ended = self.step
         self._log("pretrain")
@@ -313,7 +330,7 @@ class Trainer:
             self.recorder.record("train/episode_reward", value)
             self.recorder.record("train/episode_length", length)
         self.merger.observe(ended.returns)
-        self.recorder.advance(self.step, self._window_began.eta_s(self.settings.steps))
+        self.recorder.advance(self.step, self.progress.view().eta_s(self.settings.steps))
 
     def _log(self, kind: str) -> None:
         """End the window."""

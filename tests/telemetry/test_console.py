@@ -25,8 +25,10 @@ TRAIN = {
     "time/update/max_s": 0.0954,
     "time/act/mean_s": 0.101,
     "time/act/max_s": 0.233,
-    "time/env/mean_s": 0.0004,
+    "time/env/mean_s": 0.0002,
     "time/env/max_s": 1.25,
+    "time/env/wait/mean_s": 0.0006,
+    "time/env/wait/max_s": 1.25,
 }
 
 
@@ -46,16 +48,24 @@ def test_a_line_fits_the_terminal_and_keeps_the_essentials(row, columns):
 
 
 def test_a_wider_terminal_shows_more_sections_the_most_important_first():
-    assert "update 71|95" in line(TRAIN, 90)
-    assert "act" not in line(TRAIN, 90)
-    assert "update 71|95 act 101|233 env 0|1250" in line(TRAIN, 140)
+    assert "update 71|95" in line(TRAIN, 80)
+    assert "act" not in line(TRAIN, 80)
+    assert "update 71|95 act 101|233 env 1|1250" in line(TRAIN, 100)
     assert line(TRAIN, None) == line(TRAIN, 140)
 
 
+def test_a_usual_run_has_update_and_acting_in_80_columns():
+    usual = {"step": 123_400, "progress/episodes": 123, "train/episode_reward": 99.5, "rate/steps_per_s": 31.2}
+    assert "update 71|95 act 54|73" in line({**TRAIN, **usual, "time/act/mean_s": 0.054, "time/act/max_s": 0.073,
+                                             "progress/eta_s": 3000.0}, 80)  # fmt: skip
+
+
 def test_the_legend_explains_every_short_name():
+    text = " ".join(LEGEND.split())
     for metric in METRICS:
         if metric.short:
-            assert f"{metric.short}: " in f" {LEGEND}", metric.name
+            assert f"{metric.short}: " in f" {text}", metric.name
+            assert metric.sentence.rstrip(".") in text
     assert max(len(text) for text in LEGEND.splitlines()) <= 100
 
 
@@ -95,6 +105,19 @@ def test_a_terminal_shows_steps_eta_and_return_below_the_lines():
     console.close()
     assert "1004/2000 steps, ETA 1:15, R 812" in stream.getvalue()
     assert "2000/2000 steps, ETA 0:00, R 812" in stream.getvalue()
+
+
+def test_a_bar_without_an_eta_or_a_return_shows_what_there_is():
+    stream = Terminal()
+    console = Console(2000, stream, columns=lambda: 100)
+    console.advance(200, None, "pretraining 1/50")
+    console.write(EVAL)
+    console.advance(200, None, "pretraining 2/50")
+    console.advance(204, None)
+    console.close()
+    assert "200/2000 steps, pretraining 1/50" in stream.getvalue()
+    assert "204/2000 steps, R 812" in stream.getvalue()
+    assert ", ," not in stream.getvalue()
 
 
 def test_runs_that_share_a_console_have_labels_and_no_bars():

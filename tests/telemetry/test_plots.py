@@ -126,6 +126,16 @@ def test_only_several_runs_have_a_legend(tmp_path, monkeypatch, rows, legend):
     assert [text.get_text() for box in figures[0].legends for text in box.get_texts()] == legend
 
 
+def test_values_far_apart_have_a_logarithmic_axis_and_a_single_training_episode_a_mark(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, _: figures.append(figure))
+    rates = [{**LOSS, "step": step, "rate/steps_per_s": rate} for step, rate in ((500, 3000.0), (1000, 20.0))]
+    plot_runs([write_run(tmp_path, [EVAL, *rates, {**LOSS, "train/episode_reward": 1.0}])], tmp_path)
+    returns, *_, (rate_axes,) = [figure.axes for figure in figures]
+    assert rate_axes.get_yscale() == "log"
+    assert [line.get_marker() for line in returns[0].lines] == ["o", "o"]
+
+
 def test_a_run_named_twice_counts_once(tmp_path, monkeypatch):
     run = write_run(tmp_path, full_rows())
     monkeypatch.chdir(run)

@@ -1,6 +1,7 @@
 import json
 
 import torch
+from torch.profiler import profile
 
 from tdmpc.telemetry.trace import Trace
 
@@ -27,6 +28,19 @@ def test_a_run_that_ends_before_leaves_what_there_is(tmp_path):
     trace.close()
     assert len(said) == 1
     assert (tmp_path / "trace.json").exists()
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    said = []
+    monkeypatch.setattr(profile, "export_chrome_trace", full)
+    trace = Trace(tmp_path / "trace.json", at=0, updates=1, announce=said.append)
+    trace(0)
+    torch.ones(3, 3) @ torch.ones(3, 3)
+    trace(1)
+    assert said == [f"warning: no trace {tmp_path / 'trace.json'}: No space left on device"]
 
 
 def test_a_run_that_never_gets_there_leaves_nothing(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
+from tdmpc.telemetry.metrics import cells, declaration
 from tdmpc.telemetry.recorder import Recorder
 from tdmpc.telemetry.trackers import Background, TensorBoard, TrackerError, WandB
 
@@ -61,7 +62,7 @@ class Rows:
     def announce(self, text):
         raise AssertionError("only rows and videos go through a thread")
 
-    def advance(self, step, eta_s):
+    def advance(self, step, eta_s, doing=""):
         raise AssertionError("only rows and videos go through a thread")
 
     def close(self):
@@ -175,6 +176,15 @@ def test_wandb_has_the_step_as_x_axis_of_every_value(offline):
         ("step", "", ""),
         ("", "*", "step"),
     ]
+
+
+def test_wandb_has_a_table_of_what_every_metric_means(offline):
+    write(open_wandb(offline), row(1000))
+    assert [first["step"] for first in history(offline)] == [1000]
+    [file] = (offline / "wandb" / "latest-run").rglob("metrics*.table.json")
+    table = json.loads(file.read_text())
+    assert table["columns"] == ["name", "unit", "over a window", "over workers", "meaning"]
+    assert list(cells(declaration("rate/updates_per_s"))) in table["data"]
 
 
 def test_wandb_id_and_group_survive_a_restart_with_other_steps(offline):

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import os
 import re
@@ -192,3 +193,18 @@ def test_frames_of_another_size_are_refused(tmp_path):
 def test_no_videos_takes_no_pictures():
     with NoVideos().film(1) as take_picture:
         take_picture()
+
+
+def test_pictures_and_the_end_of_the_encoder_are_timed(tmp_path):
+    timed = []
+
+    @contextlib.contextmanager
+    def section(name):
+        timed.append(name)
+        yield
+
+    videos = Videos(tmp_path, lambda: frame(1), 20, print, section=section)
+    with videos.film(0) as take_picture:
+        take_picture()
+        take_picture()
+    assert timed == ["video"] * 3

@@ -29,7 +29,7 @@ class ListSink:
     """Keep everything it is given."""
 
     def __init__(self):
-        self.rows, self.texts, self.steps, self.videos = [], [], [], []
+        self.rows, self.texts, self.steps, self.etas, self.videos = [], [], [], [], []
 
     def write(self, row):
         self.rows.append(dict(row))
@@ -37,8 +37,9 @@ class ListSink:
     def announce(self, text):
         self.texts.append(text)
 
-    def advance(self, step, eta_s):
+    def advance(self, step, eta_s, doing=""):
         self.steps.append(step)
+        self.etas.append(eta_s)
 
     def add_video(self, step, path):
         self.videos.append((step, path))

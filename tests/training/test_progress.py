@@ -92,6 +92,23 @@ def test_rates_tell_the_window_from_steady_training_and_the_whole_run(clock):
     }
 
 
+def test_what_was_not_done_has_no_rate_and_random_steps_are_not_steady(clock):
+    progress = Progress(clock)
+    progress.enter(Phase.SEEDING)
+    began = progress.view()
+    clock.now += 1
+    progress.advance(steps=5000)
+    seeded = progress.view()
+    assert seeded.rates(began).keys() == {"rate/steps_per_s", "rate/run_steps_per_s"}
+    progress.enter(Phase.PRETRAINING)
+    clock.now += 10
+    progress.advance(updates=5)
+    assert progress.view().rates(seeded) == {
+        "rate/updates_per_s": 0.5,
+        "rate/run_steps_per_s": pytest.approx(5000 / 11),
+    }
+
+
 def test_eta_leaves_random_steps_and_pretraining_out_of_the_pace(clock):
     progress = Progress(clock)
     assert progress.view().eta_s(2000) is None

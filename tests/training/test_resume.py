@@ -248,6 +248,17 @@ def test_every_file_of_a_checkpoint_loads_without_running_code(monkeypatch, tmp_
         torch.load(path, weights_only=True)
 
 
+def test_a_summary_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "write_summary", full)
+        stopped = train(monkeypatch, tmp_path, steps=60, stop_at=30)
+    assert stopped.text.count("summary.json not written ([Errno 28] No space left on device)") == 1
+    assert "stopped by" in stopped.text
+
+
 def test_a_full_disk_keeps_the_last_checkpoint_warns_and_tries_again_when_next_due(monkeypatch, tmp_path):
     unbroken = train(monkeypatch, tmp_path / "a")
     save, fsync = Checkpoints.save, os.fsync

@@ -271,6 +271,22 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(tmp_path):
     assert saved == [60]
 
 
+def test_a_loss_that_is_not_finite_is_named_also_where_it_breaks_something_else_first(tmp_path):
+    with toy_trainer(tmp_path, num_envs=2, steps=200, log_freq=1000) as (trainer, _):
+        update = trainer.agent.update
+
+        def spoil(batch):
+            metrics = update(batch)
+            with torch.no_grad():
+                for parameter in trainer.agent.model.parameters():
+                    parameter.fill_(torch.nan)
+            return metrics
+
+        trainer.agent.update = spoil
+        with pytest.raises(NonFiniteError, match=r"train/\w+ is nan"):
+            trainer.train()
+
+
 def test_the_loop_uses_the_seeds_of_these_streams(tmp_path):
     with toy_trainer(tmp_path, num_envs=4, steps=60) as (trainer, _):
         trainer.train()
@@ -309,3 +325,26 @@ def test_the_sections_of_a_run_close_its_time_budget(tmp_path):
     assert last["frames"] == last["step"] == 300
     assert last["progress/eta_s"] == 0
     assert last["progress/lifetime_updates"] == last["updates"] == trainer.progress.total.updates
+
+
+def test_the_eta_is_known_from_the_first_step_after_pretraining_and_0_at_the_end(tmp_path):
+    with toy_trainer(tmp_path, num_envs=2, steps=100, log_freq=1000) as (trainer, sink):
+        trainer.train()
+    etas = [eta for step, eta in zip(sink.steps, sink.etas, strict=True) if step > 40]
+    assert all(eta > 0 for eta in etas[:-1])
+    assert etas[-1] == 0
+
+
+def test_the_rows_of_a_run_cover_all_of_its_time_but_the_last_save(tmp_path):
+    with toy_trainer(tmp_path, num_envs=3, steps=300, log_freq=60) as (trainer, sink):
+        trainer.train()
+        total = trainer.timers.total()
+    rows = [*sink.of("pretrain"), *sink.of("train")]
+    assert [row["step"] for row in sink.of("train")] == [60, 120, 180, 240, 300]
+    assert sum(row["time/evaluate/total_s"] for row in rows if "time/evaluate/total_s" in row) == pytest.approx(
+        total.sections["evaluate"].total_s
+    )
+    assert sum(row["time/other/total_s"] for row in rows) == pytest.approx(total.other_s, abs=0.05)
+    assert trainer.progress.view().total_elapsed_s == pytest.approx(trainer.timers.total().wall_s, abs=0.05)
+    assert rows[-1]["elapsed_s"] == sink.rows[-1]["elapsed_s"]
+    assert rows[-1]["elapsed_s"] == pytest.approx(total.wall_s - total.sections["save"].total_s, abs=0.05)
