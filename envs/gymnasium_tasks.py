@@ -48,7 +48,7 @@ def make_gymnasium_task(env_id: str, options: Mapping[str, Any]) -> "FlatBox":
     name = import_module_of(env_id)
     try:
         env = gymnasium.make(name, **{"disable_env_checker": True, **options})
-    except gymnasium.error.Error as error:
+    except (gymnasium.error.Error, ImportError) as error:  # environments that have moved away raise the latter
         raise TaskError(f"task=gym:{env_id} cannot be made: {_one_line(error)}") from error
     except Exception as error:
         if not options:

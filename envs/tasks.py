@@ -57,8 +57,11 @@ def check_task(task: str, options: Mapping[str, Any] | None = None) -> None:
     Only the module named in a `gym:module:Id` is imported.
 
     Raises:
-        TaskError: If the name is unknown (the closest names are given), or if a suite task is given options.
+        TaskError: If the name is unknown (the closest names are given), or if a suite task is given options, or
+            another task one that is not the user's to choose.
     """
+    if options and "render_mode" in options:
+        raise TaskError(f"env.render_mode={options['render_mode']}: cannot be chosen; save_video=true makes videos")
     if task.startswith(GYMNASIUM_PREFIX):
         _check_gymnasium_task(task)
     elif task not in SUITE_TASKS:

@@ -187,6 +187,7 @@ class Machine(Section):
         "auto",
         "Number of CPU threads of torch; auto divides the cores among workers, and leaves it to torch without any.",
         ge=1,
+        le=1024,
         words=("auto",),
     )
     compile: str = key(

@@ -86,6 +86,12 @@ def test_options_of_a_suite_task_are_refused():
     assert "gravity" in one_line(error)
 
 
+def test_windows_are_not_opened():
+    with pytest.raises(TaskError) as error:
+        make_env("gym:Pendulum-v1", {"render_mode": "human"})
+    assert one_line(error).startswith("env.render_mode=human: ")
+
+
 def test_options_are_passed_on_to_gymnasium():
     env = make_env("gym:Pendulum-v1", {"g": 3.0, "max_episode_steps": 7})
     assert env.unwrapped.g == 3.0
@@ -106,8 +112,10 @@ def test_an_option_that_the_environment_does_not_have_is_refused():
         ("gym:tests.toys:ToyDict-v0", "a Box of floats"),
         ("gym:tests.toys:ToyEndless-v0", "env.max_episode_steps=N"),
         ("gym:no_such_package.toys:Toy-v0", "no module 'no_such_package'"),
+        ("gym:Walker2d-v3", "moved to the gymnasium-robotics project"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*is out of date")
 def test_what_the_agent_cannot_use_is_refused_with_what_it_needs(task, needed):
     with pytest.raises(TaskError) as error:
         make_env(task)
