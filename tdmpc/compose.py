@@ -262,7 +262,7 @@ def _check_memory(config: TrainConfig, envs: VectorEnv, device: torch.device, re
     """Say how much memory the replay takes, on the device that learns from it, and refuse it if it cannot fit."""
     needed, free = bytes_needed(**_replay_shape(config, envs)), _free_bytes(device)
     guests = config.merge.guests
-    shares = f", 1/{guests + 1} of them for its own episodes, the rest for those of {guests} others" if guests else ""
+    shares = f", an equal share for each of {guests + 1} workers" if guests else ""
     recorder.announce(f"replay: {config.buffer_size:,} rows, {needed / 1e6:.0f} MB when full{shares}")
     if needed > free:
         raise ConfigError(

@@ -117,10 +117,9 @@ def test_an_episode_that_still_runs_is_given_when_it_is_over_and_one_that_failed
 
 
 def test_an_episode_longer_than_the_ring_it_was_played_in_is_not_given():
-    giver = make_giver(num_envs=1, ring_size=12, lengths=[30, 5]).play(200, pace=1)
-    names = names_of(giver.give())
-    assert names == giver.whole()
-    assert names
+    giver = make_giver(num_envs=1, ring_size=12, lengths=[30, 5])
+    names = [name for _ in range(200) for name in names_of(giver.play(1, pace=1).give())]
+    assert len(names) > 2
     assert all((*name, 4) in giver.log and (*name, 5) not in giver.log for name in names)
 
 
