@@ -130,7 +130,7 @@ def build_trainer(
         settings=pick(TrainerSettings, config, seed_steps=seed_steps),
         videos=videos,
         saver=_saver(config, run, replay, recorder),
-        merger=build_merger(config, run, agent, seed_steps, timers, recorder.announce, should_stop),
+        merger=build_merger(config, run, agent, replay, seed_steps, timers, recorder.announce, should_stop),
         should_stop=should_stop,
         system=SystemMetrics(device, lambda: replay.nbytes),
         trace=_trace(config, run, recorder, stack),
@@ -256,6 +256,7 @@ def _seed_steps(config: TrainConfig, envs: VectorEnv) -> int:
 def _replay_shape(config: TrainConfig, envs: VectorEnv) -> dict[str, int]:
     return {
         "num_envs": config.num_envs,
+        "guest_rings": config.guest_rings,
         "capacity": config.buffer_size,
         "observation_size": envs.observation_size,
         "action_size": envs.action_size,
@@ -265,7 +266,9 @@ def _replay_shape(config: TrainConfig, envs: VectorEnv) -> dict[str, int]:
 def _check_memory(config: TrainConfig, envs: VectorEnv, device: torch.device, recorder: Recorder) -> None:
     """Say how much memory the replay takes, on the device that learns from it, and refuse it if it cannot fit."""
     needed, free = bytes_needed(**_replay_shape(config, envs)), _free_bytes(device)
-    recorder.announce(f"replay: {config.buffer_size:,} rows, {needed / 1e6:.0f} MB when full")
+    guests = config.merge.guests
+    shares = f", an equal share for each of {guests + 1} workers" if guests else ""
+    recorder.announce(f"replay: {config.buffer_size:,} rows, {needed / 1e6:.0f} MB when full{shares}")
     if needed > free:
         raise ConfigError(
             f"buffer_size={config.buffer_size}: needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"

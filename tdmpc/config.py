@@ -25,7 +25,7 @@ FIXED = (
     *("model_size", "num_enc_layers", "enc_dim", "mlp_dim", "latent_dim", "num_q", "simnorm_dim", "num_bins"),
     *("vmin", "vmax", "log_std_min", "log_std_max", "save_agent"),
     *("merge.strategy", "merge.worker", "merge.workers", "merge.control", "merge.every", "merge.start"),
-    *("merge.exchange", "merge.shared_init", "merge.moments"),
+    *("merge.exchange", "merge.share", "merge.shared_init", "merge.moments"),
 )
 """Keys that a run keeps for good: its state, or that of its group, was made with them."""
 
@@ -294,6 +294,11 @@ class Merge(Section):
         "How workers meet: files (in a folder beside their runs), or distributed (the processes of one torchrun).",
         choices=("files", "distributed"),
     )
+    share: str = key(
+        "weights",
+        "What workers share: weights, experience (finished episodes go into the replays of the others), or both.",
+        choices=("weights", "experience", "both"),
+    )
     sync: bool = key(
         False, "Whether a round waits for that of all others; false takes what is there, distributed always waits."
     )
@@ -337,6 +342,11 @@ class Merge(Section):
         """Numbers of the workers that merge."""
         return list(range(int(self.control), self.workers or 0)) if self.merges else []
 
+    @property
+    def guests(self) -> int:
+        """Number of workers whose episodes come into the replay of this one."""
+        return len(self.members) - 1 if self.share != "weights" and self.merges and not self.is_control else 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
@@ -353,13 +363,19 @@ class TrainConfig(
         at_least_a_step = f"must be at least num_envs ({self.num_envs}), the steps that environments take together"
         enough = not self.merge.merges or self.merge.every >= self.num_envs
         require(enough, "merge.every", self.merge.every, at_least_a_step)
-        least = self.num_envs * (self.horizon + 1)
-        allowed = f"must be at least num_envs * (horizon + 1) = {least}, to hold one slice of each environment"
+        least = (self.num_envs + self.guest_rings) * (self.horizon + 1)
+        workers = f" * {1 + self.merge.guests} workers that share" if self.guest_rings else ""
+        allowed = f"must be at least num_envs * (horizon + 1){workers} = {least}, to hold one slice of each environment"
         require(self.buffer_size >= least, "buffer_size", self.buffer_size, allowed)
         if self.seed_steps is not None:
             least = self.num_envs * self.horizon
             allowed = f"must be at least num_envs * horizon = {least}, for learning to have a slice to start from"
             require(self.seed_steps >= least, "seed_steps", self.seed_steps, allowed)
+
+    @property
+    def guest_rings(self) -> int:
+        """Number of rings of the replay for episodes of others, each of whom gets as much room as this worker."""
+        return self.num_envs * self.merge.guests
 
 
 @dataclass(frozen=True, kw_only=True)

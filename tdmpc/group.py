@@ -20,9 +20,12 @@ from tdmpc.agent.agent import TDMPC2
 from tdmpc.config import Merge, TrainConfig
 from tdmpc.merging.distributed import TorchDistributed
 from tdmpc.merging.exchange import Exchange, Filesystem, locked, still_running
+from tdmpc.merging.experience import Experience, NoExperience
 from tdmpc.merging.merger import Abandoned, Control, Merger, NoMerge, Rounds
 from tdmpc.merging.messages import Status, read_statuses
 from tdmpc.merging.strategies import Elastic, Mean, Nesterov, Strategy, Weighted
+from tdmpc.replay import ReplayBuffer
+from tdmpc.replay_episodes import ReplayEpisodes
 from tdmpc.telemetry.console import duration
 from tdmpc.telemetry.timers import Timers
 
@@ -33,6 +36,7 @@ def build_merger(
     config: TrainConfig,
     run: Path,
     agent: TDMPC2,
+    replay: ReplayBuffer,
     seed_steps: int,
     timers: Timers,
     announce: Announce,
@@ -44,6 +48,7 @@ def build_merger(
         config: of the run.
         run: its directory.
         agent: whose weights are merged.
+        replay: whose episodes are shared.
         seed_steps: steps of the seeding phase.
         timers: sections `publish`, `wait`, `read` and `apply`.
         announce: told what a person should know.
@@ -62,13 +67,14 @@ def build_merger(
     return Merger(
         exchange,
         _strategy(merge, agent),
-        lambda: agent.merge_state(merge.moments),
+        (lambda: {}) if merge.share == "experience" else lambda: agent.merge_state(merge.moments),
         Rounds(start, merge.every, config.steps),
         merge.worker,
         announce=announce,
         section=timers,
         common_start=merge.shared_init or config.checkpoint is not None,
         collective=merge.exchange == "distributed",
+        experience=_experience(merge, exchange, replay),
     )
 
 
@@ -145,7 +151,7 @@ def _exchange(
         every=merge.every,
         sync=merge.sync,
         timeout_s=merge.timeout,
-        max_age=2 * merge.every if merge.max_age is None else merge.max_age,
+        max_age=_max_age(config),
         announce=announce,
         sleep=_unless(should_stop),
     )
@@ -155,7 +161,20 @@ def _fingerprint(config: TrainConfig, agent: TDMPC2, start: int) -> dict[str, An
     """Return what has to be equal for a mean of states to make sense, and for a round to mean the same to all."""
     names = ("strategy", "workers", "control", "moments")
     group = {f"merge.{name}": getattr(config.merge, name) for name in names}
+    if config.merge.share != "weights":  # which is what groups do that began before there was this key
+        group["merge.share"] = config.merge.share
     return {"task": config.task, **asdict(agent.network), **group, "merge.start": start}
+
+
+def _max_age(config: TrainConfig) -> int:
+    merge = config.merge
+    if merge.share == "experience":
+        return config.steps  # there is nothing that ages
+    return 2 * merge.every if merge.max_age is None else merge.max_age
+
+
+def _experience(merge: Merge, exchange: Exchange, replay: ReplayBuffer) -> NoExperience:
+    return NoExperience() if merge.share == "weights" else Experience(exchange, ReplayEpisodes(replay), merge.worker)
 
 
 def _unless(should_stop: Callable[[], bool]) -> Callable[[float], None]:

@@ -19,8 +19,8 @@ class ReplayBuffer:
 
     An episode of L steps takes L+1 rows: row t holds the observation at t and the action, reward and
     termination of the transition that led there; in row 0 these are zero and never sampled. So a row is
-    written once, whole, and an episode that still runs can be sampled. An episode ends by termination or,
-    without a call of its own, by the next `begin` of its environment.
+    written once, whole, and an episode that still runs can be sampled. An episode ends by termination, by `end`
+    or by the next `begin` of its environment.
 
     Environments are numbered 0..E-1 and move independently. The batch drawn depends only on the rows, the
     write positions and the random generator, not on the way they came about.
@@ -28,9 +28,12 @@ class ReplayBuffer:
     The rows of an environment have positions: 0, 1, 2... in the order of writing, where `discard` hands those of
     the dropped rows out again. A row lies in its ring at its position modulo the ring's size.
 
+    Episodes that were played elsewhere come whole, into rings of their own: the guest rings, which are numbered from
+    E on. So they are in nobody's way, and are sampled, saved and overwritten like all others.
+
     Attributes:
-        unsaved_from: [E] positions from which on rows may differ from those last saved. Whoever saves the rows
-            moves it forward (one saver a buffer), `discard` moves it back.
+        unsaved_from: positions in every ring, guests included, from which on rows may differ from those last saved.
+            Whoever saves the rows moves it forward (one saver a buffer), `discard` moves it back.
     """
 
     def __init__(
@@ -43,31 +46,34 @@ class ReplayBuffer:
         horizon: int,
         rng: np.random.Generator,
         device: torch.device | str = "cpu",
+        guest_rings: int = 0,
     ) -> None:
         """Reserve the memory, which the operating system hands out as rows are filled.
 
         Args:
             num_envs: E, the number of environments.
-            capacity: rows of all environments together; each gets `capacity // num_envs` of them.
+            capacity: rows of all rings together, of which each gets the same number.
             observation_size: numbers in an observation (O).
             action_size: numbers in an action (A).
             horizon: H, transitions in a slice, at least 1.
             rng: source of the sampled starts; drawn from by `sample` alone.
             device: where the rows are kept and batches appear.
+            guest_rings: number of rings for episodes that were played elsewhere.
 
         Raises:
             ValueError: a ring would be shorter than one slice.
         """
-        self._ring_size = capacity // num_envs
+        num_rings = num_envs + guest_rings
+        self._num_envs, self._ring_size = num_envs, capacity // num_rings
         if self._ring_size < horizon + 1:
             raise ValueError(
-                f"buffer_size={capacity} leaves {self._ring_size} rows to each of {num_envs} environments; "
-                f"with horizon={horizon} it must be at least {num_envs * (horizon + 1)}"
+                f"buffer_size={capacity} leaves {self._ring_size} rows to each of {num_rings} rings; "
+                f"with horizon={horizon} it must be at least {num_rings * (horizon + 1)}"
             )
         self._horizon = horizon
         self._rng = rng
-        num_rows = num_envs * self._ring_size
-        # Row `env * ring_size + position`: flat, because one index then addresses every environment.
+        num_rows = num_rings * self._ring_size
+        # Row `ring * ring_size + position`: flat, because one index then addresses every ring.
         self._rows = TensorDict(
             {
                 name: torch.empty(num_rows, *shape, dtype=dtype, device=device)
@@ -76,13 +82,13 @@ class ReplayBuffer:
             batch_size=[num_rows],
         )
         self._timestep = np.empty(num_rows, dtype=np.int32)  # number of a row within its episode
-        self._cursor = np.zeros(num_envs, dtype=np.int64)  # position that is written next
-        self._filled = np.zeros(num_envs, dtype=np.int64)  # rows alive, which end just before the cursor
-        self._running = np.zeros(num_envs, dtype=np.bool_)  # whether `add` may extend the newest episode
-        self.unsaved_from = np.zeros(num_envs, dtype=np.int64)
+        self._cursor = np.zeros(num_rings, dtype=np.int64)  # position that is written next
+        self._filled = np.zeros(num_rings, dtype=np.int64)  # rows alive, which end just before the cursor
+        self._running = np.zeros(num_rings, dtype=np.bool_)  # whether `add` may extend the newest episode
+        self.unsaved_from = np.zeros(num_rings, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Return the rows held, over all environments: L+1 for an episode of L steps."""
+        """Return the rows held, over all rings: L+1 for an episode of L steps."""
         return int(self._filled.sum())
 
     @property
@@ -129,13 +135,21 @@ class ReplayBuffer:
 
         Raises:
             RuntimeError: a masked environment has no running episode, as none began or the last one
-                terminated or was discarded; nothing is written then.
+                ended or was discarded; nothing is written then.
         """
-        envs = np.arange(len(self._cursor)) if mask is None else np.flatnonzero(mask)
+        envs = np.arange(self._num_envs) if mask is None else np.flatnonzero(mask)
         self._require_running(envs)
         timestep = self._timestep[self._newest(envs)] + 1
         self._append(envs, timestep, obs=next_obs, action=action, reward=reward, terminated=terminated)
         self._running[envs] = np.logical_not(terminated[envs])
+
+    def end(self, mask: NDArray[np.bool_]) -> None:
+        """Note that the episodes of the masked environments have ended, as by a time limit; harmless for others.
+
+        Args:
+            mask: [E] environments whose episode is over.
+        """
+        self._running[np.flatnonzero(mask)] = False
 
     def discard(self, mask: NDArray[np.bool_]) -> None:
         """Drop the running episode of the masked environments, as if it had never begun.
@@ -156,6 +170,49 @@ class ReplayBuffer:
         self._filled[envs] -= dropped
         self._running[envs] = False
         self.unsaved_from = np.minimum(self.unsaved_from, self._cursor)
+
+    def ended(self) -> NDArray[np.int64]:
+        """Return the positions before which episodes have ended, [E]: of the first row of those that run."""
+        envs = np.arange(self._num_envs)
+        begun = self._cursor[envs] - 1 - self._timestep[self._newest(envs)]
+        return np.where(self._running[envs], begun, self._cursor[envs])
+
+    def finished(self, since: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the episodes that have ended, from their first row on, and of which all rows are held.
+
+        Args:
+            since: [E] positions; of each environment, episodes that begin there or later.
+
+        Returns:
+            [3, K]: their environments, the positions of their first rows, and their numbers of rows.
+        """
+        oldest, ended = np.maximum(since, self.held()[0][: self._num_envs]), self.ended()
+        found = []
+        for env in range(self._num_envs):
+            positions = np.arange(oldest[env], ended[env])
+            first = positions[self._timestep[self._at(np.full_like(positions, env), positions)] == 0]
+            found.append(np.stack([np.full_like(first, env), first, np.diff(first, append=ended[env])]))
+        return np.concatenate(found, axis=1)
+
+    def add_guest(self, columns: Mapping[str, torch.Tensor]) -> None:
+        """Add a whole episode that was played elsewhere, to the guest ring that has got the fewest rows so far.
+
+        The ring is then as if the episode had been played there: of a longer one it holds the end.
+
+        Args:
+            columns: obs [L+1, O], action [L+1, A], reward [L+1] and terminated [L+1], as `read` returns them.
+
+        Raises:
+            ValueError: there are no guest rings.
+        """
+        ring = self._num_envs + int(np.argmin(self._cursor[self._num_envs :]))
+        rows = len(columns["obs"])
+        timestep = np.arange(rows, dtype=np.int32)[-self._ring_size :]
+        kept = {name: column[-self._ring_size :] for name, column in columns.items()}
+        positions = self._cursor[ring] + timestep.astype(np.int64)
+        self.write(np.full_like(positions, ring), positions, {**kept, "timestep": torch.from_numpy(timestep)})
+        self._cursor[ring] += rows
+        self._filled[ring] = min(self._filled[ring] + rows, self._ring_size)
 
     def sample(self, batch_size: int) -> TensorDict:
         """Sample slices of one episode each, with replacement, every valid start equally likely.
@@ -185,14 +242,14 @@ class ReplayBuffer:
         )
 
     def held(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the positions of the oldest row held and of the row written next, [E] each."""
+        """Return the positions of the oldest row held and of the row written next, of every ring, guests included."""
         return self._cursor - self._filled, self._cursor.copy()
 
     def read(self, envs: NDArray[np.int64], positions: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """Copy N rows to the CPU, as columns [N, ...]: the transition's and `timestep`, the row's in its episode.
 
         Args:
-            envs: [N] their environments.
+            envs: [N] their environments, or guest rings.
             positions: [N] their positions, which must be held.
         """
         rows = self._at(envs, positions)
@@ -221,10 +278,12 @@ class ReplayBuffer:
         """Take over what `state_dict` returned, here or in a buffer of another capacity; `write` the rows held then.
 
         Raises:
-            ValueError: the state is of another number of environments; nothing is changed then.
+            ValueError: the state is of another number of rings; nothing is changed then.
         """
         if len(state["cursor"]) != len(self._cursor):
-            raise ValueError(f"num_envs={len(self._cursor)}: the replay was saved with {len(state['cursor'])}")
+            guests = len(self._cursor) - self._num_envs
+            here = f"num_envs={self._num_envs}" + (f" and {guests} rings for episodes of others" if guests else "")
+            raise ValueError(f"{here}: the replay was saved with {len(state['cursor'])}")
         self._cursor[:] = state["cursor"]
         self._filled[:] = np.minimum(state["filled"], self._ring_size)  # the newest that fit
         self._running[:] = state["running"]
@@ -235,7 +294,7 @@ class ReplayBuffer:
         # Candidates are uniform, so those that pass the test are uniform over the valid starts; and whether
         # enough passed says nothing about which, so starting over or enumerating keeps that exact.
         # Enumerating takes over where it is the cheaper way: few rows, or few of them valid.
-        num_candidates = int(self._candidates_per_env().sum())
+        num_candidates = int(self._candidates_per_ring().sum())
         draws = batch_size + batch_size // 4
         while draws < num_candidates:
             starts = self._valid_starts(self._rng.integers(num_candidates, size=draws))
@@ -257,18 +316,18 @@ class ReplayBuffer:
         ends = self._after(starts, self._horizon)
         return starts[self._timestep[ends] >= self._horizon]
 
-    def _candidates_per_env(self) -> NDArray[np.int64]:
+    def _candidates_per_ring(self) -> NDArray[np.int64]:
         # A slice that crosses the write position is excluded here, one that crosses episodes later.
         return np.maximum(self._filled - self._horizon, 0)
 
     def _locate(self, candidates: NDArray[np.int64]) -> NDArray[np.int64]:
-        # Candidates are numbered environment by environment, and there from the oldest row to the newest.
-        per_env = self._candidates_per_env()
-        until = np.cumsum(per_env)
-        envs = np.searchsorted(until, candidates, side="right")
-        age_order = candidates - (until - per_env)[envs]
-        oldest = (self._cursor - self._filled)[envs]
-        return self._at(envs, oldest + age_order)
+        # Candidates are numbered ring by ring, and there from the oldest row to the newest.
+        per_ring = self._candidates_per_ring()
+        until = np.cumsum(per_ring)
+        rings = np.searchsorted(until, candidates, side="right")
+        age_order = candidates - (until - per_ring)[rings]
+        oldest = (self._cursor - self._filled)[rings]
+        return self._at(rings, oldest + age_order)
 
     def _after(self, rows: NDArray[np.int64], offset: int | NDArray[np.int64]) -> NDArray[np.int64]:
         position = rows % self._ring_size
@@ -301,11 +360,12 @@ class ReplayBuffer:
             raise RuntimeError(f"no episode runs in environments {idle}: call begin() first")
 
 
-def bytes_needed(*, num_envs: int, capacity: int, observation_size: int, action_size: int) -> int:
+def bytes_needed(*, num_envs: int, capacity: int, observation_size: int, action_size: int, guest_rings: int = 0) -> int:
     """Return `nbytes` of a `ReplayBuffer` of this size without making one."""
     columns = _columns(observation_size, action_size).values()
     row = sum(math.prod(shape) * dtype.itemsize for shape, dtype in columns) + np.dtype(np.int32).itemsize
-    return capacity // num_envs * num_envs * row
+    num_rings = num_envs + guest_rings
+    return capacity // num_rings * num_rings * row
 
 
 def _columns(observation_size: int, action_size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -95,6 +95,7 @@ OUR_DEFAULTS = {
         "every": 2500,
         "start": None,
         "exchange": "files",
+        "share": "weights",
         "sync": False,
         "timeout": 60.0,
         "max_age": None,
@@ -298,6 +299,12 @@ def test_a_value_becomes_the_type_of_its_key(name, given, expected):
             MEAN | {"merge.workers": None},
             "merge.workers: must be given with merge.strategy=mean, as in merge.workers=3, except in a multirun over "
             "merge.worker and under torchrun",
+        ),
+        (MEAN | {"merge.share": "replay"}, "merge.share=replay: must be one of weights, experience, both"),
+        (
+            MEAN | {"merge.share": "both", "merge.worker": 1, "buffer_size": 31, "num_envs": 4},
+            "buffer_size=31: must be at least num_envs * (horizon + 1) * 2 workers that share = 32, "
+            "to hold one slice of each environment",
         ),
         (MEAN | {"merge.exchange": "post"}, "merge.exchange=post: must be one of files, distributed"),
         (MEAN | {"merge.timeout": 0}, "merge.timeout=0: must be a finite number above 0"),

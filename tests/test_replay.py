@@ -13,10 +13,11 @@ OBSERVATION_SIZE, ACTION_SIZE = 3, 2
 Row = tuple[int, int, int]  # environment, episode, timestep: what a toy observation says
 
 
-def make_buffer(num_envs=2, ring_size=12, horizon=3, seed=0):
+def make_buffer(num_envs=2, ring_size=12, horizon=3, seed=0, guest_rings=0):
     return ReplayBuffer(
         num_envs=num_envs,
-        capacity=num_envs * ring_size,
+        guest_rings=guest_rings,
+        capacity=(num_envs + guest_rings) * ring_size,
         observation_size=OBSERVATION_SIZE,
         action_size=ACTION_SIZE,
         horizon=horizon,
@@ -287,7 +288,7 @@ def test_all_environments_move_without_a_mask():
     assert len(buffer) == 4
 
 
-@pytest.mark.parametrize("situation", ["before begin", "after termination", "after discard"])
+@pytest.mark.parametrize("situation", ["before begin", "after termination", "after its end", "after discard"])
 def test_episode_that_does_not_run_can_neither_grow_nor_be_discarded(situation):
     toy = make_toy(lengths=[4])
     toy.begin(only(0))
@@ -296,6 +297,8 @@ def test_episode_that_does_not_run_can_neither_grow_nor_be_discarded(situation):
     if situation == "after termination":
         for _ in range(4):
             toy.add(only(1))
+    if situation == "after its end":
+        toy.buffer.end(only(1))
     if situation == "after discard":
         toy.discard(only(1))
     rows = len(toy.buffer)
@@ -324,3 +327,5 @@ def test_memory_is_known_beforehand():
     buffer = ReplayBuffer(**size, horizon=3, rng=np.random.default_rng(0))
     assert buffer.nbytes == bytes_needed(**size)
     assert bytes_needed(**size | {"capacity": 1_000_000}) < 130e6
+    hosting = ReplayBuffer(**size, guest_rings=8, horizon=3, rng=np.random.default_rng(0))
+    assert hosting.nbytes == bytes_needed(**size, guest_rings=8) <= buffer.nbytes

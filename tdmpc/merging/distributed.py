@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tdmpc.keys import shown
-from tdmpc.merging.exchange import Costs, ExchangeError, differing_names
-from tdmpc.merging.messages import Header, Totals, UnusableMessage, not_finite
+from tdmpc.merging.exchange import Costs, ExchangeError, Problem, differing_names, partner
+from tdmpc.merging.messages import EPISODES, WEIGHTS, Header, Totals, UnusableMessage, not_finite
 from tdmpc.merging.strategies import State, difference, layout_of
 
 _WATCHDOG_S = 60.0  # how much later than this class NCCL gives up; it ends the process
@@ -56,7 +56,8 @@ class TorchDistributed:
         self._own: Header | None = None
         self._state: dict[str, Tensor] = {}
         self._ruined: dict[int, str | None] = {}
-        self._said: set[int] = set()
+        self._episodes: dict[str, Tensor] = {}
+        self._said: set[str] = set()
         self._costs = Costs()
 
     def join(self, resuming: bool, overwrite: bool) -> None:
@@ -130,15 +131,40 @@ class TorchDistributed:
             ExchangeError: a member has ended or doesn't come within the timeout.
         """
         if ruined := self._ruined[header.worker]:
-            self._skip(header.worker, f"its message is not finite: {ruined}")
-            raise UnusableMessage(f"is not finite: {ruined}")
-        self._said.discard(header.worker)
+            raise self._skip(header.worker, WEIGHTS, f"is not finite: {ruined}")
+        self._said.discard(partner(header.worker, WEIGHTS))
         own = header.worker == self.worker
         state = {name: tensor if own else torch.empty_like(tensor) for name, tensor in self._state.items()}
         with self._bounded():
             self._broadcast(state, self.members.index(header.worker))
         self._costs = self._costs.plus(read_bytes=sum(tensor.nbytes for tensor in state.values()))
         return state
+
+    def share(self, header: Header, episodes: State) -> None:
+        """Keep episodes on the CPU for those who will read them."""
+        self._episodes = {name: tensor.detach().to("cpu", copy=True) for name, tensor in episodes.items()}
+
+    def shared(self, round: int, after: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Return all members, this one included, with the round: what others gave while one was away is gone."""
+        return [(worker, round) for worker in self.members]
+
+    def read_shared(self, worker: int, round: int, problem: Problem) -> dict[str, Tensor]:
+        """Return the episodes that a member has given in this round, on the CPU; all members call this together.
+
+        Raises:
+            UnusableMessage: they cannot be used here.
+            ExchangeError: a member has ended or doesn't come within the timeout.
+        """
+        sent: list[Any] = [self._episodes if worker == self.worker else None]
+        with self._bounded():
+            dist.broadcast_object_list(sent, self.members.index(worker))
+        (episodes,) = sent
+        ruined = not_finite(episodes)
+        if found := f"is not finite: {ruined}" if ruined else problem(episodes):
+            raise self._skip(worker, EPISODES, found)
+        self._said.discard(partner(worker, EPISODES))
+        self._costs = self._costs.plus(read_bytes=sum(tensor.nbytes for tensor in episodes.values()))
+        return episodes
 
     def report(self, totals: Totals) -> None:
         """Do nothing: nobody can look."""
@@ -177,11 +203,12 @@ class TorchDistributed:
                 f"merging: workers {self.members[0]} and {worker} have different settings ({'; '.join(differences)})"
             )
 
-    def _skip(self, worker: int, reason: str) -> None:
+    def _skip(self, worker: int, kind: str, reason: str) -> UnusableMessage:
         self._costs = self._costs.plus(skipped=1)
-        if worker not in self._said:
-            self._said.add(worker)
-            self.announce(f"merging without worker {worker}: {reason}")
+        if partner(worker, kind) not in self._said:
+            self._said.add(partner(worker, kind))
+            self.announce(f"merging without {partner(worker, kind)}: its message {reason}")
+        return UnusableMessage(reason)
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:

@@ -19,7 +19,10 @@ from torch import Tensor
 
 from tdmpc.keys import shown
 from tdmpc.merging.messages import (
+    EPISODES,
     FORMAT,
+    KINDS,
+    WEIGHTS,
     Folder,
     Header,
     Status,
@@ -35,7 +38,8 @@ from tdmpc.merging.messages import (
 )
 from tdmpc.merging.strategies import Layout, State, layout_of
 
-KEPT_ROUNDS = 2
+KEPT_ROUNDS = {WEIGHTS: 2, EPISODES: 10}
+"""Messages that a worker leaves of each kind: of weights only the newest count, of episodes all that were not read."""
 POLL_S = 0.05
 LOCK_POLL_S = 0.005
 GROUP_LOCK_S = 10.0  # others join in milliseconds
@@ -51,7 +55,7 @@ class Costs:
     """What meeting the others has cost.
 
     Attributes:
-        read_bytes: size of the states that were read.
+        read_bytes: size of the states and episodes that were read.
         wait_s: seconds spent waiting for others.
         skipped: messages that were missing or could not be used.
     """
@@ -65,8 +69,16 @@ class Costs:
         return Costs(self.read_bytes + read_bytes, self.wait_s + wait_s, self.skipped + skipped)
 
 
+Problem = Callable[[State], str | None]
+"""Returns why episodes cannot be used, with their message as the subject; None where they can."""
+
+
 class Exchange(Protocol):
-    """How a worker meets the others. A round is `publish`, `headers`, and `read` for each of those in their order."""
+    """How a worker meets the others. A round is `publish`, `headers`, and `read` for each of those in their order.
+
+    Where experience is shared, `share` comes before `publish`, so that who sees a worker in a round finds its episodes
+    too, and `shared`, with `read_shared` for each of those in their order, at the end.
+    """
 
     def join(self, resuming: bool, overwrite: bool) -> None:
         """Become part of the group.
@@ -104,6 +116,31 @@ class Exchange(Protocol):
 
         Raises:
             UnusableMessage: it cannot be merged, which is counted, and announced once.
+        """
+        ...
+
+    def share(self, header: Header, episodes: State) -> None:
+        """Give the others episodes, of which no tensor is kept; those of a round replace what was given in it before.
+
+        Raises:
+            ExchangeError: that isn't possible.
+        """
+        ...
+
+    def shared(self, round: int, after: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Return of which workers and rounds there are episodes to read, ascending; it waits for nobody.
+
+        Args:
+            round: that this worker is in.
+            after: the last round of every other worker whose episodes have been read.
+        """
+        ...
+
+    def read_shared(self, worker: int, round: int, problem: Problem) -> dict[str, Tensor]:
+        """Return the episodes that a worker has given in a round, on the CPU.
+
+        Raises:
+            UnusableMessage: they cannot be used, which is counted, and announced once.
         """
         ...
 
@@ -176,7 +213,7 @@ class Filesystem:
         self._absent: dict[int, Status | None] = {}  # who wasn't running when this worker joined, with what they noted
         self._late: set[int] = set()  # waited for in vain once, and not again before they have caught up
         self._foreign: set[int] = set()
-        self._said: dict[int, str] = {}
+        self._said: dict[str, str] = {}
         self._costs = Costs()
 
     def join(self, resuming: bool, overwrite: bool) -> None:
@@ -219,12 +256,8 @@ class Filesystem:
         """
         header = replace(header, group=self.group)
         with self._writing():
-            write_message(self.folder.message(self.worker, header.round), header, state)
+            self._write(header, state, WEIGHTS)
             self._own, self._layout = header, layout_of(state)
-            rounds = self.folder.rounds(self.worker)
-            # A worker that went back to its checkpoint has messages of rounds that it is going to do again.
-            kept = [round for round in rounds if round <= header.round][-KEPT_ROUNDS:]
-            self._delete(set(rounds) - set(kept))
 
     def headers(self, round: int) -> list[Header]:
         """Return the messages to merge in a round; see `Exchange.headers`.
@@ -258,17 +291,33 @@ class Filesystem:
         Raises:
             UnusableMessage: it isn't what was written, is of another model, isn't finite, or is gone by now.
         """
-        try:
-            found, state = read_message(self.folder.message(header.worker, header.round), self._layout)
-            if found.group != header.group:
-                raise UnusableMessage("is of another experiment")
-        except UnusableMessage as error:
-            self._miss(header.worker, f"its message {error}")
-            raise
-        self._costs = self._costs.plus(read_bytes=sum(tensor.nbytes for tensor in state.values()))
-        if self._said.pop(header.worker, None):
-            self.announce(f"merging with worker {header.worker} again")
-        return state
+        return self._read(header.worker, header.round, WEIGHTS, layout=self._layout)
+
+    def share(self, header: Header, episodes: State) -> None:
+        """Write a message with episodes, then delete this worker's oldest ones.
+
+        Raises:
+            ExchangeError: it cannot be written.
+        """
+        with self._writing():
+            self._write(replace(header, group=self.group), episodes, EPISODES)
+
+    def shared(self, round: int, after: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Return of which workers and rounds there are episodes that were not read; see `Exchange.shared`.
+
+        They are of all members, also of those that are late or have ended: experience does not age as weights do.
+        Who waits for all in every round reads none of a later one, so that it does not matter who is faster.
+        """
+        there = [(worker, number) for worker in self._others for number in self.folder.rounds(worker, EPISODES)]
+        return [
+            (worker, number)
+            for worker, number in there
+            if number > after.get(worker, -1) and (number <= round or not self.sync)
+        ]
+
+    def read_shared(self, worker: int, round: int, problem: Problem) -> dict[str, Tensor]:
+        """Return the episodes that a worker has given in a round, on the CPU; see `Exchange.read_shared`."""
+        return self._read(worker, round, EPISODES, problem=problem)
 
     def report(self, totals: Totals) -> None:
         """Write down how far this worker is.
@@ -355,13 +404,40 @@ class Filesystem:
         """Delete what this worker left half written, and messages that don't belong to the life it begins."""
         for part in self.folder.parts(self.worker):
             part.unlink(missing_ok=True)
-        messages = self._messages_of(self.worker, self.group)
-        continued = {round for round, message in messages.items() if resuming and isinstance(message, Header)}
-        self._delete(set(self.folder.rounds(self.worker)) - continued)
+        for kind in KINDS:
+            messages = self._messages_of(self.worker, self.group, kind)
+            continued = {round for round, message in messages.items() if resuming and isinstance(message, Header)}
+            self._delete(set(self.folder.rounds(self.worker, kind)) - continued, kind)
 
-    def _delete(self, rounds: set[int]) -> None:
+    def _write(self, header: Header, state: State, kind: str) -> None:
+        write_message(self.folder.message(self.worker, header.round, kind), header, state)
+        rounds = self.folder.rounds(self.worker, kind)
+        # A worker that went back to its checkpoint has messages of rounds that it is going to do again.
+        kept = [round for round in rounds if round <= header.round][-KEPT_ROUNDS[kind] :]
+        self._delete(set(rounds) - set(kept), kind)
+
+    def _read(
+        self, worker: int, round: int, kind: str, layout: Layout | None = None, problem: Problem = lambda state: None
+    ) -> dict[str, Tensor]:
+        try:
+            header, state = read_message(self.folder.message(worker, round, kind), layout)
+            if header.group != self.group:
+                raise UnusableMessage("is of another experiment")
+            if (header.worker, header.round) != (worker, round):
+                raise UnusableMessage("isn't what its name says")
+            if found := problem(state):
+                raise UnusableMessage(found)
+        except UnusableMessage as error:
+            self._miss(worker, f"its message {error}", kind)
+            raise
+        self._costs = self._costs.plus(read_bytes=sum(tensor.nbytes for tensor in state.values()))
+        if self._said.pop(partner(worker, kind), None):
+            self.announce(f"merging with {partner(worker, kind)} again")
+        return state
+
+    def _delete(self, rounds: set[int], kind: str) -> None:
         for round in rounds:
-            self.folder.message(self.worker, round).unlink(missing_ok=True)
+            self.folder.message(self.worker, round, kind).unlink(missing_ok=True)
 
     def _find(self, worker: int, round: int) -> Header | _Absence:
         # In this order: who ends between the two lines has written its last message before.
@@ -407,12 +483,12 @@ class Filesystem:
         local = self._locks_tell and status.host == platform.node()
         return "it has stopped" if local and held(self.folder.lock(worker)) is False else None
 
-    def _messages_of(self, worker: int, group: str) -> dict[int, Header | str]:
+    def _messages_of(self, worker: int, group: str, kind: str = WEIGHTS) -> dict[int, Header | str]:
         """Return the headers of a worker's messages by round, ascending, or why they cannot be used."""
         messages: dict[int, Header | str] = {}
-        for round in self.folder.rounds(worker):
+        for round in self.folder.rounds(worker, kind):
             try:
-                header = read_header(self.folder.message(worker, round))
+                header = read_header(self.folder.message(worker, round, kind))
             except UnusableMessage as error:
                 messages[round] = f"its message {error}"
                 continue
@@ -429,11 +505,11 @@ class Filesystem:
             self._foreign.add(worker)
             self.announce(f"ignoring messages of worker {worker} in {self.folder.path}, of another experiment")
 
-    def _miss(self, worker: int, reason: str) -> None:
+    def _miss(self, worker: int, reason: str, kind: str = WEIGHTS) -> None:
         self._costs = self._costs.plus(skipped=1)
-        if self._said.get(worker) != reason:
-            self._said[worker] = reason
-            self.announce(f"merging without worker {worker}: {reason}")
+        if self._said.get(partner(worker, kind)) != reason:
+            self._said[partner(worker, kind)] = reason
+            self.announce(f"merging without {partner(worker, kind)}: {reason}")
 
     def _status_of(self, worker: int) -> Status | None:
         status = self.folder.status(worker)
@@ -489,6 +565,11 @@ def still_running(path: Path) -> list[int]:
     ended = {worker for worker, status in statuses.items() if status.host == platform.node()}
     ended = {worker for worker in ended if held(folder.lock(worker)) is False}
     return [worker for worker, status in sorted(statuses.items()) if not status.finished and worker not in ended]
+
+
+def partner(worker: int, kind: str) -> str:
+    """Return what a worker is merged with, in words."""
+    return f"worker {worker}" if kind == WEIGHTS else f"the episodes of worker {worker}"
 
 
 def differing_names(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tdmpc.merging.exchange import Exchange, ExchangeError
+from tdmpc.merging.experience import NoExperience
 from tdmpc.merging.messages import Header, Totals, UnusableMessage
 from tdmpc.merging.strategies import RunningMean, Strategy, copy_into, distance
 
@@ -17,7 +18,7 @@ RECENT_EPISODES = 10
 """Training episodes whose mean return a worker tells its peers."""
 
 LiveState = Callable[[], dict[str, Tensor]]
-"""Returns the tensors that are merged: those in use, so that copying into them changes the worker."""
+"""Returns the tensors that are merged: those in use, so that copying into them changes the worker; none if none are."""
 
 
 class Abandoned(Exception):
@@ -152,7 +153,8 @@ class Merger(Control):
     """Merge with the others, round by round.
 
     In a round a worker publishes its state, reads those of the others, and takes over what its strategy makes of
-    their mean. One that finds nobody's state but its own stays as it is. Where it cannot publish, because a disk is
+    their mean. One that finds nobody's state but its own stays as it is. Where experience is shared, it gives and takes
+    episodes besides. Where it cannot publish, because a disk is
     full or gone, it trains on and tries again in the next round; a collective exchange has no next round without it.
 
     Args:
@@ -165,6 +167,7 @@ class Merger(Control):
         section: brackets the parts of a round by name, for whoever wants to measure them.
         common_start: whether all workers begin with the same state.
         collective: whether the exchange needs all workers in every round.
+        experience: what is shared of it.
     """
 
     def __init__(
@@ -179,10 +182,12 @@ class Merger(Control):
         section: Callable[[str], AbstractContextManager[Any]],
         common_start: bool,
         collective: bool,
+        experience: NoExperience | None = None,
     ) -> None:
         super().__init__(exchange, announce)
         self.strategy, self.live, self.rounds, self.worker = strategy, live, rounds, worker
         self.section, self.common_start, self.collective = section, common_start, collective
+        self.experience = experience or NoExperience()
         self.round: int | None = None  # the last one that is over; None before `join` where it never began
         self._returns: deque[float] = deque(maxlen=RECENT_EPISODES)
         self._heard: dict[int, tuple[int, int]] = {}  # steps and updates of every worker, as last heard of
@@ -214,10 +219,10 @@ class Merger(Control):
             should_stop: whether this worker is to stop.
 
         Returns:
-            What came of it. None if a stop broke it off: it is still due, and nothing has changed.
+            What came of it. None if a stop broke it off: it is still due, and no weights have changed.
 
         Raises:
-            ExchangeError: a collective exchange has lost a worker; here too nothing has changed.
+            ExchangeError: a collective exchange has lost a worker; here too no weights have changed.
         """
         number, live = self.rounds.until(step), self.live()
         header = Header(self.worker, number, step, updates, self._recent_return())
@@ -231,6 +236,8 @@ class Merger(Control):
             if should_stop():
                 return None
             raise
+        if published:
+            self.experience.end_round()
         self.round = number
         return merged
 
@@ -245,6 +252,7 @@ class Merger(Control):
             "returns": list(self._returns),
             "heard": {worker: list(counts) for worker, counts in self._heard.items()},
             "strategy": self.strategy.state_dict(),
+            "experience": self.experience.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -255,25 +263,31 @@ class Merger(Control):
         self._returns.extend(state["returns"])
         self._heard = {worker: (steps, updates) for worker, (steps, updates) in state["heard"].items()}
         self.strategy.load_state_dict(state["strategy"])
+        self.experience.load_state_dict(state.get("experience", {}))  # not in runs from before there was sharing
 
     def _recent_return(self) -> float | None:
         return statistics.fmean(self._returns) if self._returns else None
 
     def _publish(self, header: Header, live: Mapping[str, Tensor]) -> bool:
-        if self.collective:
+        def publish() -> None:
+            self.experience.publish(header)
             self.exchange.publish(header, live)
+
+        if self.collective:
+            publish()
             return True
-        return self._try("training goes on without", lambda: self.exchange.publish(header, live))
+        return self._try("training goes on without", publish)
 
     def _meet(self, number: int, live: Mapping[str, Tensor]) -> Merged:
         with self.section("wait"):
             headers = self.exchange.headers(number)
         with self.section("read"):
             mean, present = self._mean(headers)
+            taken = self.experience.take(number)
         self._heard |= {header.worker: (header.step, header.updates) for header in headers}
         peers = [worker for worker in present if worker != self.worker]
-        metrics = self._metrics(number, len(peers))
-        if not peers:
+        metrics = self._metrics(number, len(peers)) | taken
+        if not peers or not live:
             return Merged(False, metrics)
         with self.section("apply"):
             merged = self.strategy.step(live, mean.result())

@@ -1,4 +1,4 @@
-"""What workers leave for each other in a shared folder: messages with their states, and notes about themselves.
+"""What workers leave for each other in a shared folder: messages of tensors, and notes about themselves.
 
 The folder of a group holds::
 
@@ -6,7 +6,8 @@ The folder of a group holds::
     group.lock                          held while a worker joins
     worker-<i>.lock                     held by worker i as long as it lives; never deleted
     worker-<i>.json                     Status of worker i
-    worker-<i>.round-<r>.safetensors    messages; of each worker the last two
+    worker-<i>.round-<r>.safetensors    messages with weights; of each worker the last two
+    worker-<i>.episodes-<r>.safetensors messages with episodes; of each worker the last ten
     worker-<i>.<random>.part            what worker i is writing, or was when it was killed
 
 A message is a file in the safetensors format, whose `__metadata__` holds::
@@ -36,6 +37,8 @@ from torch import Tensor
 from tdmpc.merging.strategies import Layout, State, difference, layout_of
 
 FORMAT = 1
+WEIGHTS, EPISODES = KINDS = ("round", "episodes")
+"""What a message may hold, as its file is called."""
 
 
 class UnusableMessage(ValueError):
@@ -118,14 +121,14 @@ class Folder:
         """Return where a worker's status is."""
         return self.path / f"worker-{worker}.json"
 
-    def message(self, worker: int, round: int) -> Path:
+    def message(self, worker: int, round: int, kind: str = WEIGHTS) -> Path:
         """Return where a worker's message of a round is."""
-        return self.path / f"worker-{worker}.round-{round}.safetensors"
+        return self.path / f"worker-{worker}.{kind}-{round}.safetensors"
 
-    def rounds(self, worker: int) -> list[int]:
+    def rounds(self, worker: int, kind: str = WEIGHTS) -> list[int]:
         """Return the rounds of which there are messages of a worker, ascending."""
-        names = [path.name.split(".") for path in self.path.glob(f"worker-{worker}.round-*.safetensors")]
-        rounds = [name[1].removeprefix("round-") for name in names]
+        names = [path.name.split(".") for path in self.path.glob(f"worker-{worker}.{kind}-*.safetensors")]
+        rounds = [name[1].removeprefix(f"{kind}-") for name in names]
         return sorted(int(round) for round in rounds if round.isdigit())
 
     def workers(self, suffix: str) -> list[int]:
@@ -192,12 +195,12 @@ def read_header(path: Path) -> Header:
         return _parse(file.metadata())
 
 
-def read_message(path: Path, layout: Layout) -> tuple[Header, dict[str, Tensor]]:
+def read_message(path: Path, layout: Layout | None = None) -> tuple[Header, dict[str, Tensor]]:
     """Read a message.
 
     Args:
         path: of the file; it may be read-only.
-        layout: which tensors it has to consist of.
+        layout: which tensors it has to consist of; None: any.
 
     Returns:
         Its header and its tensors, on the CPU.
@@ -212,7 +215,7 @@ def read_message(path: Path, layout: Layout) -> tuple[Header, dict[str, Tensor]]
         state = file.get_tensors()
     if metadata.get("checksum") != _checksum(metadata["header"], state):
         raise UnusableMessage("is damaged: its checksum is wrong")
-    if differing := difference(layout_of(state), layout):
+    if layout is not None and (differing := difference(layout_of(state), layout)):
         raise UnusableMessage(f"is of another model: {differing}")
     if ruined := not_finite(state):
         raise UnusableMessage(f"is not finite: {ruined}")

@@ -88,6 +88,7 @@ class Collector:
             self.replay.add(self._action, step.reward, step.obs, step.terminated)
             if step.failed.any():
                 self.replay.discard(step.failed)
+            self.replay.end(step.truncated)
         self._obs, self._first = step.obs, step.terminated | step.truncated
         self._returns += step.reward
         self._lengths += 1

@@ -2,6 +2,7 @@ import multiprocessing
 import os
 import socket
 import time
+from contextlib import suppress
 from multiprocessing.pool import AsyncResult
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from tdmpc.merging.distributed import TorchDistributed
 from tdmpc.merging.exchange import ExchangeError
-from tdmpc.merging.messages import Totals
+from tdmpc.merging.messages import Header, Totals, UnusableMessage
 from tdmpc.merging.strategies import Nesterov
 from tests.merging.builders import FINGERPRINT, merge, publish
 
@@ -54,6 +55,25 @@ def train(worker, port):
     exchange.close()
     plain = {name: tensor.double().tolist() for name, tensor in live.items()}
     return plain, took_part, said, exchange.group, (costs.skipped, costs.read_bytes)
+
+
+def share(worker, port):
+    """Do three rounds, in the second of which worker 3 gives what cannot be used; return what came of it."""
+    said, read = [], []
+    exchange = connect(worker, port, said)
+    exchange.join(resuming=False, overwrite=False)
+    for round in range(1, 4):
+        value = torch.nan if (worker, round) == (3, 2) else 10.0 * worker + round
+        exchange.share(Header(worker, round, 100 * round, 0, None), {"number": torch.full((worker,), value)})
+        publish(exchange, round, {})
+        exchange.headers(round)
+        for giver, number in exchange.shared(round, {}):
+            with suppress(UnusableMessage):
+                episodes = exchange.read_shared(giver, number, lambda episodes: None)
+                read.append((giver, number, episodes["number"].tolist()))
+    costs = exchange.take_costs()
+    exchange.close()
+    return read, said, (costs.skipped, costs.read_bytes)
 
 
 def join_with(worker, port, fingerprints):
@@ -131,6 +151,19 @@ def test_workers_end_with_the_same_bits_and_skip_ruined_weights_alike(both):
         assert said == ["merging without worker 3: its message is not finite: half"]
         assert group == one[3] != ""
         assert costs == (1, 7 * (6 * 4 + 2 + 8 + 1))
+
+
+def test_workers_read_the_episodes_of_all_without_a_folder(both):
+    one, three = both(share)
+    assert one == three
+    read, said, costs = one
+    assert read == [
+        (1, 1, [11]), (3, 1, [31] * 3),
+        (1, 2, [12]),
+        (1, 3, [13]), (3, 3, [33] * 3),
+    ]  # fmt: skip
+    assert said == ["merging without the episodes of worker 3: its message is not finite: number"]
+    assert costs == (1, 4 * 9)
 
 
 def test_different_settings_are_refused_on_joining(both):
