@@ -95,7 +95,7 @@ def _announce_changes(origin: Origin, config: TrainConfig, recorder: Recorder) -
                 f"{name}={shown(now)}: {origin.run} was started with {shown(before)}, and this cannot change; "
                 "choose another exp_name, or overwrite=true to start anew"
             )
-        if name not in ("resume", "overwrite", "exp_name", "run_root", "checkpoint"):
+        if name not in ("resume", "overwrite", "exp_name", "run_root"):
             recorder.announce(f"changed: {name}={shown(now)} (was {shown(before)})")
 
 

@@ -211,12 +211,28 @@ def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(monkeypatch, t
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("latent_dim", 24), ("num_envs", 2), ("seed_steps", 60), ("env", {"max_length": 9}), ("horizon", 2)],
+    [
+        ("latent_dim", 24),
+        ("num_envs", 2),
+        ("seed_steps", 60),
+        ("env", {"max_length": 9}),
+        ("horizon", 2),
+        ("checkpoint", "agent.pt"),
+    ],
 )
 def test_a_key_that_cannot_change_is_refused_by_name(monkeypatch, tmp_path, key, value):
     train(monkeypatch, tmp_path, stop_at=60)
     with pytest.raises(ConfigError, match=f"^{key}=.*was started with.*cannot change"):
         train(monkeypatch, tmp_path, **{key: value})
+
+
+def test_a_changed_learning_rate_is_the_one_that_counts(monkeypatch, tmp_path):
+    train(monkeypatch, tmp_path, stop_at=60)
+    continued = train(monkeypatch, tmp_path, steps=90, lr=1e-2, enc_lr_scale=0.5)
+    assert "changed: lr=0.01 (was 0.0003)" in continued.text
+    learner = continued.trainer.agent.learner
+    groups = [*learner.optimizer.param_groups, *learner.policy_optimizer.param_groups]
+    assert [group["lr"] for group in groups] == [0.005, 0.01, 0.01]
 
 
 def test_never_resuming_refuses_a_used_directory(monkeypatch, tmp_path):
