@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 
@@ -255,11 +256,89 @@ def test_a_run_continues_from_another_directory(monkeypatch, tmp_path):
         train(monkeypatch, tmp_path / "d", resume=str(tmp_path))
 
 
+def test_continuing_from_itself_by_another_spelling_loses_nothing(monkeypatch, tmp_path):
+    unbroken = train(monkeypatch, tmp_path / "a")
+    train(monkeypatch, tmp_path / "b", stop_at=123)
+    own = run_of(tmp_path / "b")
+    continued = train(monkeypatch, tmp_path / "b", resume=f"{own.parent}/../{own.parent.name}/seed-1", overwrite=True)
+    assert "from step 123" in continued.text
+    assert_same(state_of(unbroken.trainer), state_of(continued.trainer))
+    assert rows_of(tmp_path / "a") == rows_of(tmp_path / "b")
+
+
+def test_the_same_command_goes_on_with_a_run_that_was_copied_from_another_directory(monkeypatch, tmp_path):
+    unbroken = train(monkeypatch, tmp_path / "a")
+    train(monkeypatch, tmp_path / "b", stop_at=123)
+    command = {"resume": str(run_of(tmp_path / "b"))}
+    stopped = train(monkeypatch, tmp_path / "c", stop_at=180, **command)
+    assert "the same command continues" in stopped.text
+    continued = train(monkeypatch, tmp_path / "c", **command)
+    assert "from step 180" in continued.text
+    assert_same(state_of(unbroken.trainer), state_of(continued.trainer))
+    assert "finished at step 240" in train(monkeypatch, tmp_path / "c", **command).text
+
+
+def test_a_run_that_another_process_has_made_meanwhile_is_not_overwritten(monkeypatch, tmp_path):
+    find_origin = runs.find_origin
+
+    def find_origin_then_be_overtaken(*args, **keys):
+        origin = find_origin(*args, **keys)
+        with monkeypatch.context() as patch:
+            patch.setattr(runs, "find_origin", find_origin)
+            assert train(monkeypatch, tmp_path, steps=60).code == 0
+        monkeypatch.setattr(runs, "find_origin", find_origin)
+        return origin
+
+    monkeypatch.setattr(runs, "find_origin", find_origin_then_be_overtaken)
+    with pytest.raises(RunDirectoryError, match="another process has used it since"):
+        train(monkeypatch, tmp_path)
+    assert Checkpoints(run_of(tmp_path), keep=1).steps() == [60]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff{:", b"[]", b"{}"])
+def test_what_happens_to_the_files_for_people_does_not_keep_a_run_from_going_on(monkeypatch, tmp_path, content):
+    train(monkeypatch, tmp_path, stop_at=60)
+    for name in ("config.yaml", "summary.json"):
+        (run_of(tmp_path) / name).unlink()
+        if content is not None:
+            (run_of(tmp_path) / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^num_envs=2: .* was started with 3"):
+        train(monkeypatch, tmp_path, num_envs=2)
+    assert "from step 60" in train(monkeypatch, tmp_path, steps=90).text
+
+
+def test_a_run_whose_checkpoints_have_been_removed_is_not_overwritten(monkeypatch, tmp_path):
+    train(monkeypatch, tmp_path, steps=60)
+    shutil.rmtree(run_of(tmp_path) / "checkpoints")
+    curve = (run_of(tmp_path) / "eval.csv").read_text()
+    with pytest.raises(RunDirectoryError, match="holds a run"):
+        train(monkeypatch, tmp_path, steps=60)
+    assert (run_of(tmp_path) / "eval.csv").read_text() == curve
+
+
+def test_a_disk_that_is_full_before_the_run_begins_is_one_line(monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(runs, "describe", full)
+    with pytest.raises(RunDirectoryError, match=r"seed-1: cannot be written to \(No space left on device\)"):
+        train(monkeypatch, tmp_path)
+
+
+def test_a_stopped_run_says_what_it_takes_to_go_on(monkeypatch, tmp_path):
+    assert (
+        "nothing is saved with save_agent=false"
+        in train(monkeypatch, tmp_path / "a", stop_at=60, save_agent=False).text
+    )
+    overwriting = train(monkeypatch, tmp_path / "b", stop_at=60, overwrite=True)
+    assert "the same command without overwrite=true continues" in overwriting.text
+
+
 def test_every_file_of_a_checkpoint_loads_without_running_code(monkeypatch, tmp_path):
     train(monkeypatch, tmp_path, stop_at=123)
     folder = run_of(tmp_path) / "checkpoints/123"
     files = {path.name for path in folder.iterdir()}
-    assert files == {"manifest.json", "weights.pt", "learner.pt", "trainer.pt", "replay.json"}
+    assert files == {"manifest.json", "weights.pt", "learner.pt", "trainer.pt", "replay.json", "config.json"}
     for path in run_of(tmp_path).rglob("*.pt"):
         torch.load(path, weights_only=True)
 
