@@ -123,8 +123,9 @@ def _spawning() -> Iterator[None]:
       of megabytes for each environment, which needs nothing of it.
     """
     main, environ = sys.modules["__main__"], os.environ.copy()
-    resource_tracker.ensure_running()  # which the first child would start, and which unblocks signals then
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
+    resource_tracker.ensure_running()  # the first child would start it, and its start unblocks signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
     sys.modules["__main__"] = ModuleType("__main__")
     os.environ.update(_ONE_THREAD)
     try:
