@@ -25,7 +25,7 @@ from tdmpc.training.resume import Origin, changed_keys, find_origin
 from tdmpc.training.run_directory import RunDirectoryError, claim, copy_run, describe, forget, is_used, writing
 from tdmpc.training.saver import Saver
 from tdmpc.training.stopping import StopRequest
-from tdmpc.training.trainer import Stopped, Trainer
+from tdmpc.training.trainer import Stopped, Trainer, UnsavedError
 from tdmpc.training.weights import CheckpointError
 
 USER_ERRORS = (
@@ -38,6 +38,7 @@ USER_ERRORS = (
     TaskError,
     TrackerError,
     UnexpectedTerminationError,
+    UnsavedError,
 )
 
 

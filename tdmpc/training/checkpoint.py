@@ -184,7 +184,7 @@ def _write_tensors(path: Path, content: Any) -> None:
     try:
         torch.save(content, path)
     except RuntimeError as error:  # what torch makes of a full disk
-        raise OSError(f"{path.name}: {str(error).splitlines()[0]}") from error
+        raise OSError(f"{path.name}: cannot be written; {str(error).splitlines()[0]}") from error
 
 
 def _is_complete(folder: Path) -> bool:

@@ -112,5 +112,5 @@ class NoSaver:
         return False
 
     def save(self, trainer: "Trainer") -> bool:
-        """Do nothing."""
-        return False
+        """Do nothing, and nothing is missing."""
+        return True

@@ -16,6 +16,7 @@ from tdmpc.keys import ConfigError
 from tdmpc.training.checkpoint import Checkpoints
 from tdmpc.training.progress import Phase
 from tdmpc.training.run_directory import RunDirectoryError
+from tdmpc.training.trainer import UnsavedError
 from tests.training.builders import TINY
 
 PHASES = [f"progress/{phase.value}_s" for phase in Phase]
@@ -352,6 +353,25 @@ def test_a_summary_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):
         stopped = train(monkeypatch, tmp_path, steps=60, stop_at=30)
     assert stopped.text.count("summary.json not written ([Errno 28] No space left on device)") == 1
     assert "stopped by" in stopped.text
+
+
+def test_a_run_whose_end_cannot_be_saved_has_not_finished_and_is_ended_again(monkeypatch, tmp_path):
+    unbroken = train(monkeypatch, tmp_path / "a")
+    save = Checkpoints.save
+
+    def save_until_the_disk_is_full(self, step, state):
+        if step >= 180:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(self, step, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", save_until_the_disk_is_full)
+        with pytest.raises(UnsavedError, match="step 240, is not saved"):
+            train(monkeypatch, tmp_path / "b", save_freq=60)
+    again = train(monkeypatch, tmp_path / "b", save_freq=60)
+    assert "from step 120" in again.text
+    assert_same(state_of(unbroken.trainer), state_of(again.trainer))
+    assert rows_of(tmp_path / "a") == rows_of(tmp_path / "b")
 
 
 def test_a_full_disk_keeps_the_last_checkpoint_warns_and_tries_again_when_next_due(monkeypatch, tmp_path):
