@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +19,7 @@ from envs.errors import EnvironmentCrash
 from envs.slot import Slot
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _DEATH_CERTIFICATE_S = 5.0  # from the broken pipe of a process to its exit code
 
 
@@ -113,16 +114,18 @@ def _cause(exitcode: int | None) -> str:
 
 @contextlib.contextmanager
 def _spawning() -> Iterator[None]:
-    """Set what a child inherits at its start: no Ctrl-C, one thread, no main module.
+    """Set what a child inherits at its start: no signals that ask to stop, one thread, no main module.
 
-    - A blocked SIGINT stays blocked in a child for good: Ctrl-C in a terminal goes to all processes, and it is the
-      parent that decides. Here it is only delayed.
+    - A blocked signal stays blocked in a child for good: Ctrl-C in a terminal and the signals of SLURM go to all
+      processes, and it is the parent that decides. Here they are only delayed.
     - Environments run side by side: more threads in each would only compete.
     - `multiprocessing` runs the main module again in every child. A trainer's imports torch: seconds and hundreds
       of megabytes for each environment, which needs nothing of it.
     """
     main, environ = sys.modules["__main__"], os.environ.copy()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
+    resource_tracker.ensure_running()  # the first child would start it, and its start unblocks signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
     sys.modules["__main__"] = ModuleType("__main__")
     os.environ.update(_ONE_THREAD)
     try:

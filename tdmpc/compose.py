@@ -18,7 +18,7 @@ from tdmpc.agent.compute import Compute, has_fast_bf16
 from tdmpc.agent.settings import LearnerSettings, NetworkSettings, PlannerSettings, discount_factor, pick
 from tdmpc.config import EvaluateConfig, Merge, TrainConfig
 from tdmpc.group import build_merger
-from tdmpc.keys import ConfigError
+from tdmpc.keys import ConfigError, to_mapping
 from tdmpc.replay import ReplayBuffer, bytes_needed
 from tdmpc.replay_segments import ReplaySegments
 from tdmpc.seeding import Seeds, Stream
@@ -144,6 +144,7 @@ def _saver(config: TrainConfig, run: Path, replay: ReplayBuffer, recorder: Recor
     return Saver(
         Checkpoints(run, config.save_keep),
         ReplaySegments(run / "replay", replay),
+        to_mapping(config),
         config.save_freq,
         config.save_minutes,
         recorder.announce,

@@ -23,7 +23,7 @@ MODEL_SIZES: dict[int, dict[str, int]] = {
 FIXED = (
     *("task", "obs", "env", "num_envs", "episodic", "seed", "seed_steps", "steps_per_update", "buffer_size", "horizon"),
     *("model_size", "num_enc_layers", "enc_dim", "mlp_dim", "latent_dim", "num_q", "simnorm_dim", "num_bins"),
-    *("vmin", "vmax", "log_std_min", "log_std_max", "save_agent"),
+    *("vmin", "vmax", "log_std_min", "log_std_max", "save_agent", "checkpoint"),
     *("merge.strategy", "merge.worker", "merge.workers", "merge.control", "merge.every", "merge.start"),
     *("merge.exchange", "merge.share", "merge.shared_init", "merge.moments"),
 )

@@ -160,6 +160,11 @@ def sections(config_class: type[Section]) -> dict[str, list[Key]]:
     return titled
 
 
+def to_mapping(config: Section) -> dict[str, Any]:
+    """Return a configuration as plain types, the keys of a group under its name."""
+    return yaml.safe_load(to_yaml(config))
+
+
 def to_yaml(config: Section) -> str:
     """Write a configuration as YAML under the titles of its sections."""
     blocks = []

@@ -158,7 +158,7 @@ class ReplaySegments:
         """
         needed = {entry["file"] for index in keep for entry in index["segments"]}
         needed |= {segment.file for segment in self._segments}
-        for path in self._folder.glob("segment-*.pt"):
+        for path in self._on_disk().values():
             if path.name not in needed:
                 path.unlink()
 
@@ -215,8 +215,12 @@ class ReplaySegments:
 
     def _next_number(self) -> int:
         # Of all on disk, not of those listed: others may belong to kept checkpoints.
-        numbers = (int(path.stem.removeprefix("segment-")) for path in self._folder.glob("segment-*.pt"))
-        return max(numbers, default=0) + 1
+        return max(self._on_disk(), default=0) + 1
+
+    def _on_disk(self) -> dict[int, Path]:
+        """Return all segments by number; a file of another's, such as `segment-000001 (copy).pt`, is none."""
+        numbered = ((path.stem.removeprefix("segment-"), path) for path in self._folder.glob("segment-*.pt"))
+        return {int(number): path for number, path in numbered if number.isdigit()}
 
     def _remove_leftovers(self) -> None:
         for path in self._folder.glob("segment-*.part"):

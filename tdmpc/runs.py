@@ -5,14 +5,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from envs import TaskError, check_task
 from tdmpc.compose import build_evaluator, build_trainer
 from tdmpc.config import FIXED, EvaluateConfig, TrainConfig, run_directory
 from tdmpc.episodes import check_new_csv, describe_episodes, drawable_envs, filming, write_csv
 from tdmpc.group import announce_end
-from tdmpc.keys import ConfigError, shown, to_yaml
+from tdmpc.keys import ConfigError, shown, to_mapping, to_yaml
 from tdmpc.merging.exchange import ExchangeError
 from tdmpc.replay import EmptyReplayError
 from tdmpc.sharing import check_meeting
@@ -24,10 +22,10 @@ from tdmpc.telemetry.trackers import Background, TensorBoard, TrackerError, Wand
 from tdmpc.training.checkpoint import load_newest
 from tdmpc.training.collector import UnexpectedTerminationError
 from tdmpc.training.resume import Origin, changed_keys, find_origin
-from tdmpc.training.run_directory import RunDirectoryError, claim, copy_run, describe, forget, is_used
+from tdmpc.training.run_directory import RunDirectoryError, claim, copy_run, describe, forget, is_used, writing
 from tdmpc.training.saver import Saver
 from tdmpc.training.stopping import StopRequest
-from tdmpc.training.trainer import Stopped, Trainer
+from tdmpc.training.trainer import Stopped, Trainer, UnsavedError
 from tdmpc.training.weights import CheckpointError
 
 USER_ERRORS = (
@@ -40,6 +38,7 @@ USER_ERRORS = (
     TaskError,
     TrackerError,
     UnexpectedTerminationError,
+    UnsavedError,
 )
 
 
@@ -69,15 +68,20 @@ def train(config: TrainConfig, label: str = "") -> None:
         trainer = build_trainer(config, run, recorder, stack, should_stop=stop)
         # Only now that everything fits together is anything written, or overwritten.
         stack.enter_context(claim(run))
+        if find_origin(run, config.resume, overwrite=config.overwrite) != origin:
+            raise RunDirectoryError(f"{run}: another process has used it since this one began; start again")
         positions = _continue(origin, run, trainer) if origin else {}
         stack.callback(trainer.merger.close)
         # Where it ended before its first checkpoint it starts anew, but the others may know it.
         known = origin is not None or (is_used(run) and not config.overwrite)
         trainer.merger.join(trainer.step, resuming=known, overwrite=config.overwrite)
-        if origin is None:
-            forget(run)
-        describe(run, to_yaml(config))
-        _add_sinks(recorder, run, config, positions, trainer.step if origin else None)
+        if origin is None and known:
+            recorder.announce(f"{run}: ended before its first checkpoint; starting anew")
+        with writing(run):
+            if origin is None:
+                forget(run)
+            describe(run, to_yaml(config))
+            _add_sinks(recorder, run, config, positions, trainer.step if origin else None)
         recorder.announce(f"run directory: {run}")
         with stop.listening():
             _run(trainer, run, config, stop)
@@ -89,13 +93,13 @@ def _announce_changes(origin: Origin, config: TrainConfig, recorder: Recorder) -
     Raises:
         ConfigError: one of them cannot.
     """
-    for name, (before, now) in changed_keys(origin.config, yaml.safe_load(to_yaml(config))).items():
+    for name, (before, now) in changed_keys(origin.config, to_mapping(config)).items():
         if name in FIXED:
             raise ConfigError(
                 f"{name}={shown(now)}: {origin.run} was started with {shown(before)}, and this cannot change; "
                 "choose another exp_name, or overwrite=true to start anew"
             )
-        if name not in ("resume", "overwrite", "exp_name", "run_root", "checkpoint"):
+        if name not in ("resume", "overwrite", "exp_name", "run_root"):
             recorder.announce(f"changed: {name}={shown(now)} (was {shown(before)})")
 
 
@@ -121,7 +125,8 @@ def _continue(origin: Origin, run: Path, trainer: Trainer) -> dict[str, int]:
         positions.update(content["trainer.pt"]["recorder"]["positions"])
 
     if origin.run != run:
-        copy_run(origin.run, run)
+        with writing(run):
+            copy_run(origin.run, run)
     step = load_newest(saver.checkpoints, use, announce)
     announce(f"continuing {origin.run} from step {step:,}")
     return positions
@@ -166,7 +171,7 @@ def _train(trainer: Trainer, run: Path, config: TrainConfig, stop: StopRequest) 
     except Stopped:
         _report(trainer, run, "stopped")
         name = stop.signal.name if stop.signal else "request"
-        announce(f"stopped by {name} after {trainer.step:,} steps; the same command continues")
+        announce(f"stopped by {name} after {trainer.step:,} steps; {_continuation(trainer, config)}")
         raise SystemExit(stop.exit_code) from None
     except (EmptyReplayError, UnexpectedTerminationError):
         if trainer.progress.total.updates == 0:
@@ -177,14 +182,26 @@ def _train(trainer: Trainer, run: Path, config: TrainConfig, stop: StopRequest) 
     except ExchangeError:
         trainer.save()
         _report(trainer, run, "error")
-        announce(f"ended after {trainer.step:,} steps, saved; the same command continues")
+        announce(f"ended after {trainer.step:,} steps; {_continuation(trainer, config)}")
         raise
     except BaseException as error:
         _report(trainer, run, "interrupted" if isinstance(error, KeyboardInterrupt) else "error")
-        announce(f"ended after {trainer.step:,} steps; the same command continues from the last checkpoint")
+        announce(f"ended after {trainer.step:,} steps; {_continuation(trainer, config)}")
         raise
     _report(trainer, run, "finished")
     announce(_farewell(trainer, run, config))
+
+
+def _continuation(trainer: Trainer, config: TrainConfig) -> str:
+    """Say how a run that has not finished goes on, and from where if that is not where it is."""
+    saver = trainer.saver
+    if not isinstance(saver, Saver):
+        return "nothing is saved with save_agent=false"
+    steps = saver.checkpoints.steps()
+    if not steps:
+        return "there is no checkpoint to continue from"
+    command = "the same command without overwrite=true" if config.overwrite else "the same command"
+    return f"{command} continues" if steps[-1] == trainer.step else f"{command} continues from step {steps[-1]:,}"
 
 
 def _report(trainer: Trainer, run: Path, ending: str) -> None:

@@ -321,6 +321,16 @@ def test_prune_spares_the_last_save_though_its_checkpoint_failed(tmp_path):
     assert_same(restored(tmp_path, index), buffer)
 
 
+def test_files_of_others_are_left_alone(tmp_path):
+    buffer, player = make_buffer(), Player()
+    (tmp_path / "segment-000001 (copy).pt").write_text("mine")
+    store = ReplaySegments(tmp_path, buffer)
+    player.episode(buffer, steps=2)
+    index = store.save().index
+    store.prune([index])
+    assert files(tmp_path) == listed(index) | {"segment-000001 (copy).pt"}
+
+
 def test_orphans_of_a_killed_run_are_neither_used_nor_overwritten_and_go_at_prune(tmp_path):
     buffer, player = make_buffer(), Player()
     store = ReplaySegments(tmp_path, buffer)

@@ -128,11 +128,11 @@ class ToyDict(Toy):
 
 
 class ToyProcess(Toy):
-    """Observe how the process was set up: its threads, whether it ignores Ctrl-C, its id."""
+    """Observe how the process was set up: its threads, how many of the signals that stop a run it ignores, its id."""
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
-        blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        blocked = len({signal.SIGINT, signal.SIGTERM, signal.SIGUSR1} & signal.pthread_sigmask(signal.SIG_BLOCK, []))
         return np.array([int(os.environ.get("OMP_NUM_THREADS", -1)), blocked, os.getpid()], np.float32), {}
 
 

@@ -237,9 +237,15 @@ class Learner:
         return {"optimizer": self.optimizer.state_dict(), "policy_optimizer": self.policy_optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of both optimisers."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.policy_optimizer.load_state_dict(state["policy_optimizer"])
+        """Continue from the state of both optimisers, with the learning rates of the settings."""
+        for optimizer, saved in (
+            (self.optimizer, state["optimizer"]),
+            (self.policy_optimizer, state["policy_optimizer"]),
+        ):
+            rates = [group["lr"] for group in optimizer.param_groups]
+            optimizer.load_state_dict(saved)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
 
     def _unroll(self, obs: Tensor, action: Tensor) -> Tensor:
         """Return the latents `[H+1, B, D]` that the dynamics predict from the first observation `[B, O]`."""

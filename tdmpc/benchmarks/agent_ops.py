@@ -101,7 +101,7 @@ def time_save(bench: Bench, model_size: int, trainer: Trainer) -> Iterator[Recor
     def new_saver() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         segments = ReplaySegments(folder / "replay", trainer.replay)
-        trainer.saver = Saver(Checkpoints(folder, keep=1), segments, None, np.inf, failures.append)
+        trainer.saver = Saver(Checkpoints(folder, keep=1), segments, {}, None, np.inf, failures.append)
 
     def save() -> None:
         if not trainer.saver.save(trainer):

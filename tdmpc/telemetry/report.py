@@ -65,8 +65,11 @@ def write_summary(path: Path, total: Window, summary: Mapping[str, Any]) -> None
         "bottleneck": bottleneck(total),
     }
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=2))
-    part.replace(path)
+    try:
+        part.write_text(json.dumps(content, indent=2))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _by_time(total: Window) -> list[str]:

@@ -10,6 +10,9 @@ A run keeps them as::
             learner.pt          optimisers and the random stream of updates
             trainer.pt          environments, schedules, progress, telemetry
             replay.json         which rows of which segments the replay holds
+            config.json         every key, resolved
+        <step>.old/             the one that is being replaced by another of the same step; counts until that is there
+        <step>.broken/          one that could not be loaded; for whoever wants to know why
     <run directory>/replay/     the segments, shared by the checkpoints
 """
 
@@ -27,8 +30,8 @@ import torch
 from tdmpc.training.weights import CheckpointError
 
 FORMAT = 1
-MANIFEST, LATEST = "manifest.json", "latest"
-PART = ".part"
+MANIFEST, CONFIG, LATEST = "manifest.json", "config.json", "latest"
+PART, OLD, BROKEN = ".part", ".old", ".broken"
 
 State = Mapping[str, Any]
 """What a checkpoint holds: content by file name, tensors and plain types (`.pt`) or JSON (`.json`)."""
@@ -55,31 +58,43 @@ class Checkpoints:
             OSError: it cannot be written; the others are as they were.
         """
         part = self.folder / f"{step}{PART}"
-        self._remove_parts()
+        self._remove_rest()
         try:
             part.mkdir(parents=True)
             size = _write(part, step, state)
             final = self.folder / str(step)
             if final.exists():
-                final.rename(self.folder / f"{step}.old{PART}")
+                final.rename(self.folder / f"{step}{OLD if _is_complete(final) else PART}")
             part.rename(final)
             sync(self.folder)
-            _replace_text(self.folder / LATEST, str(step))
+            replace_text(self.folder / LATEST, str(step))
         finally:
-            self._remove_parts()
+            self._remove_rest()
         return size
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints that are complete, the newest last."""
-        names = [path.parent.name for path in self.folder.glob(f"*/{MANIFEST}")]
+        names = {path.parent.name.removesuffix(OLD) for path in self.folder.glob(f"*/{MANIFEST}")}
         return sorted(int(name) for name in names if name.isdigit())
 
     def prune(self) -> None:
         """Remove all but the newest checkpoints."""
         for step in self.steps()[: -self.keep]:
-            doomed = self.folder / f"{step}.old{PART}"
-            (self.folder / str(step)).rename(doomed)  # at once incomplete for whoever looks
+            doomed = self.folder / f"{step}{PART}"
+            self.folder_of(step).rename(doomed)  # at once incomplete for whoever looks
             shutil.rmtree(doomed)
+
+    def folder_of(self, step: int) -> Path:
+        """Return the folder of a checkpoint."""
+        final = self.folder / str(step)
+        return final if _is_complete(final) else final.with_suffix(OLD)
+
+    def set_aside(self, step: int) -> Path:
+        """Let a checkpoint count no longer, neither to continue from nor as one to keep; return where it is."""
+        aside = self.folder / f"{step}{BROKEN}"
+        if aside.exists():
+            shutil.rmtree(aside)
+        return self.folder_of(step).rename(aside)
 
     def load(self, step: int) -> dict[str, Any]:
         """Read a checkpoint and return its content by file name.
@@ -87,27 +102,27 @@ class Checkpoints:
         Raises:
             CheckpointError: a file is missing, of another size or checksum, or cannot be read.
         """
-        folder = self.folder / str(step)
-        manifest = _manifest(folder)
-        return {name: _read(folder / name, expected) for name, expected in manifest["files"].items()}
+        folder = self.folder_of(step)
+        return {name: _read(folder / name, *expected) for name, expected in _manifest(folder).items()}
 
     def read_json(self, name: str) -> list[Any]:
         """Return a JSON file of every checkpoint that has it undamaged."""
         contents = []
         for step in self.steps():
             with contextlib.suppress(OSError, ValueError):
-                contents.append(json.loads((self.folder / str(step) / name).read_text(encoding="utf-8")))
+                contents.append(json.loads((self.folder_of(step) / name).read_text(encoding="utf-8")))
         return contents
 
-    def _remove_parts(self) -> None:
-        for path in self.folder.glob(f"*{PART}"):
+    def _remove_rest(self) -> None:
+        replaced = [path for path in self.folder.glob(f"*{OLD}") if _is_complete(path.with_suffix(""))]
+        for path in [*self.folder.glob(f"*{PART}"), *replaced]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def load_newest(
     checkpoints: Checkpoints, use: Callable[[int, dict[str, Any]], None], warn: Callable[[str], None]
 ) -> int | None:
-    """Load the newest checkpoint that is whole, falling back to the ones before, loudly.
+    """Load the newest checkpoint that is whole, falling back to the ones before, loudly; broken ones are set aside.
 
     Args:
         checkpoints: of the run.
@@ -120,13 +135,17 @@ def load_newest(
     Raises:
         CheckpointError: there are checkpoints and none of them is whole.
     """
-    steps = checkpoints.steps()
+    steps, broken = checkpoints.steps(), []
     for step in reversed(steps):
         try:
             use(step, checkpoints.load(step))
-            return step
         except CheckpointError as error:
             warn(f"warning: checkpoint {checkpoints.folder / str(step)} is broken ({error}); trying the one before")
+            broken.append(step)
+        else:
+            for other in broken:  # only now that the run goes on without them
+                warn(f"the broken checkpoint is kept as {checkpoints.set_aside(other)}")
+            return step
     if steps:
         raise CheckpointError(
             f"none of the checkpoints in {checkpoints.folder} is whole; start anew with overwrite=true"
@@ -165,23 +184,32 @@ def _write_tensors(path: Path, content: Any) -> None:
     try:
         torch.save(content, path)
     except RuntimeError as error:  # what torch makes of a full disk
-        raise OSError(f"{path.name}: {str(error).splitlines()[0]}") from error
+        raise OSError(f"{path.name}: cannot be written; {str(error).splitlines()[0]}") from error
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _is_complete(folder: Path) -> bool:
+    return (folder / MANIFEST).exists()
+
+
+def _manifest(folder: Path) -> dict[str, tuple[int, str]]:
+    """Return size in bytes and SHA-256 of every file."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        version, files = manifest["format"], manifest["files"]
+        expected = {name: (file["bytes"], file["sha256"]) for name, file in files.items()}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from None
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{MANIFEST} is of format {manifest.get('format')}, not {FORMAT}")
-    return manifest
+    except (AttributeError, KeyError, TypeError):
+        raise CheckpointError(f"{MANIFEST} is not what was written") from None
+    if version != FORMAT:
+        raise CheckpointError(f"{MANIFEST} is of format {version}, not {FORMAT}")
+    return expected
 
 
-def _read(path: Path, expected: Mapping[str, Any]) -> Any:
+def _read(path: Path, size: int, digest: str) -> Any:
     if not path.is_file():
         raise CheckpointError(f"{path.name} is missing")
-    if path.stat().st_size != expected["bytes"] or _digest(path) != expected["sha256"]:
+    if path.stat().st_size != size or _digest(path) != digest:
         raise CheckpointError(f"{path.name} is not what was written")
     if path.suffix == ".json":
         return json.loads(path.read_text(encoding="utf-8"))
@@ -193,7 +221,8 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
+    """Give a file another content at one moment: whoever is killed leaves the old one or the new one."""
     part = path.with_suffix(PART)
     part.write_text(text, encoding="utf-8")
     sync(part)

@@ -1,14 +1,14 @@
 """Whether a command continues a run, and which of its keys may differ from before."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tdmpc.training.checkpoint import Checkpoints
+from tdmpc.training.checkpoint import CONFIG, Checkpoints
 from tdmpc.training.run_directory import RunDirectoryError, refuse_used
 
 
@@ -38,17 +38,17 @@ def find_origin(run: Path, resume: str, *, overwrite: bool) -> Origin | None:
     Raises:
         RunDirectoryError: its directory is used and not to be continued, or there is nothing to continue.
     """
-    if resume not in ("auto", "never"):
+    if resume not in ("auto", "never") and not _is_own(run, resume, overwrite=overwrite):
         refuse_used(run, overwrite=overwrite)
         if not Checkpoints(Path(resume), keep=1).steps():
             raise RunDirectoryError(f"resume={resume}: holds no checkpoint; must be auto, never or a run directory")
         return _origin(Path(resume))
-    if overwrite:
+    if overwrite and resume in ("auto", "never"):
         return None
-    if resume == "auto" and Checkpoints(run, keep=1).steps():
+    if resume != "never" and Checkpoints(run, keep=1).steps():
         return _origin(run)
-    if resume == "auto" and _saves(run):
-        return None  # it ended before its first checkpoint, and the same command makes the same run
+    if resume == "auto" and _ended_early(run):
+        return None  # the same command makes the same run
     refuse_used(run, overwrite=False)
     return None
 
@@ -63,26 +63,47 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _saves(run: Path) -> bool:
-    """Tell whether the run in a directory was to have checkpoints."""
-    path = run / "config.yaml"
-    return path.exists() and bool(_read_config(path).get("save_agent"))
+def _is_own(run: Path, resume: str, *, overwrite: bool) -> bool:
+    """Tell whether `resume` is the run itself, however it is written, or has been copied into it already."""
+    copied = not overwrite and _described(run).get("resume") == resume
+    return copied or Path(resume).resolve() == run.resolve()
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+def _ended_early(run: Path) -> bool:
+    """Tell whether a run that was to have checkpoints ended before the first; else they have been removed."""
+    return bool(_described(run).get("save_agent")) and _summary(run).get("ending") not in ("finished", "stopped")
 
 
 def _origin(run: Path) -> Origin:
-    return Origin(run, _read_config(run / "config.yaml"), _finished_at(run / "summary.json"))
+    # Runs of before had no configuration in their checkpoints.
+    config = (Checkpoints(run, keep=1).read_json(CONFIG) or [None])[-1] or _described(run)
+    if not config:
+        raise RunDirectoryError(f"{run}: neither its checkpoints nor config.yaml say what it was started with")
+    return Origin(run, config, _finished_at(_summary(run)))
 
 
-def _finished_at(summary: Path) -> int | None:
+def _finished_at(summary: Mapping[str, Any]) -> int | None:
     try:
-        content = json.loads(summary.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return summary["counts"]["steps"] if summary["ending"] == "finished" else None
+    except (KeyError, TypeError):
         return None
-    return content["counts"]["steps"] if content["ending"] == "finished" else None
+
+
+def _described(run: Path) -> dict[str, Any]:
+    """Return the keys that a run directory was last written with; none where that cannot be read."""
+    return _mapping(run / "config.yaml", yaml.safe_load)
+
+
+def _summary(run: Path) -> dict[str, Any]:
+    return _mapping(run / "summary.json", json.loads)
+
+
+def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -31,12 +31,14 @@ from pathlib import Path
 import torch
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
+from tdmpc.training.checkpoint import replace_text
+
 _REPOSITORY = Path(__file__).parents[2]
 _HOLDER = ".holder"
 _WRITTEN = (
     *("config.yaml", "provenance.json", "git.diff", "metrics.jsonl", "eval.csv", "summary.json", "trace.json"),
     # What a kill in the middle of a replacement leaves.
-    *("metrics.jsonl.tmp", "eval.csv.tmp", "summary.part"),
+    *("config.part", "metrics.jsonl.tmp", "eval.csv.tmp", "summary.part", "checkpoints.part"),
     *("checkpoints", "replay", "tensorboard", "videos", "wandb", "wandb_id"),
 )
 
@@ -81,7 +83,25 @@ def _locked(run: Path) -> AcquireReturnProxy:
             f"{run}: another process writes this run ({_holder(run)}); choose another exp_name or seed"
         ) from None
     except OSError as error:
-        raise RunDirectoryError(f"{run}: cannot be written to ({error.strerror})") from None
+        raise _unwritable(run, error) from None
+
+
+@contextmanager
+def writing(run: Path) -> Iterator[None]:
+    """Bracket what is written into a run directory before the run begins.
+
+    Raises:
+        RunDirectoryError: instead of an error of the system, as of a full disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(run, error) from None
+
+
+def _unwritable(run: Path, error: OSError) -> RunDirectoryError:
+    where = f": {error.filename}" if error.filename else ""
+    return RunDirectoryError(f"{run}: cannot be written to ({error.strerror or error}{where})")
 
 
 def _holder(run: Path) -> str:
@@ -102,19 +122,24 @@ def _written(run: Path) -> list[Path]:
 
 
 def copy_run(source: Path, run: Path) -> None:
-    """Copy what a run continues from into another, empty directory: its checkpoints, replay rows and curves."""
+    """Copy what a run continues from into another, empty directory: its replay rows and curves, then checkpoints.
+
+    There is no checkpoint until all is there, so what a kill leaves is not continued.
+    """
     forget(run)
-    for name in ("checkpoints", "replay", "metrics.jsonl", "eval.csv"):
-        path = source / name
-        if path.is_dir():
-            shutil.copytree(path, run / name)
-        elif path.exists():
-            shutil.copy2(path, run / name)
+    for name in ("metrics.jsonl", "eval.csv"):
+        if (source / name).exists():
+            shutil.copy2(source / name, run / name)
+    if (source / "replay").exists():
+        shutil.copytree(source / "replay", run / "replay")
+    part = run / "checkpoints.part"
+    shutil.copytree(source / "checkpoints", part)
+    part.rename(run / "checkpoints")
 
 
 def describe(run: Path, config: str) -> None:
     """Write down what the run is made from: its configuration (YAML), the code and the machine."""
-    (run / "config.yaml").write_text(config, encoding="utf-8")
+    replace_text(run / "config.yaml", config)
     provenance = {
         "command": sys.argv,
         "commit": _git("rev-parse", "HEAD").strip() or None,

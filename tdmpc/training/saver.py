@@ -1,10 +1,10 @@
 """When a run is saved, and what of it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tdmpc.training.checkpoint import Checkpoints
+from tdmpc.training.checkpoint import CONFIG, Checkpoints
 from tdmpc.training.schedule import Every
 from tdmpc.training.weights import CheckpointError, weights_file
 
@@ -34,6 +34,7 @@ class Saver:
     Args:
         checkpoints: of the run.
         replay: its replay rows.
+        config: its keys, ready for JSON.
         save_freq: steps between checkpoints; None: only by the clock.
         save_minutes: minutes between checkpoints.
         announce: told of failures.
@@ -44,12 +45,13 @@ class Saver:
         self,
         checkpoints: Checkpoints,
         replay: ReplayStore,
+        config: Mapping[str, Any],
         save_freq: int | None,
         save_minutes: float,
         announce: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.checkpoints, self.replay, self.announce = checkpoints, replay, announce
+        self.checkpoints, self.replay, self.config, self.announce = checkpoints, replay, config, announce
         self._every = Every(save_freq, start=save_freq) if save_freq else None
         self._interval_s, self._clock = 60 * save_minutes, clock
         self._last_s = clock()
@@ -71,6 +73,7 @@ class Saver:
                 "learner.pt": trainer.agent.state_dict(),
                 "trainer.pt": trainer.state_dict(),
                 "replay.json": index,
+                CONFIG: self.config,
             }
             size = self.checkpoints.save(trainer.step, state) + replay_bytes
         except OSError as error:
@@ -85,8 +88,11 @@ class Saver:
         """Bring a trainer that was just built to the state of a checkpoint.
 
         Raises:
-            CheckpointError: its replay rows are damaged.
+            CheckpointError: its replay rows are damaged, or it lacks a file.
         """
+        for name in ("weights.pt", "learner.pt", "trainer.pt", "replay.json"):
+            if name not in content:
+                raise CheckpointError(f"{name} is not in the manifest")
         try:
             self.replay.restore(content["replay.json"])
         except (OSError, RuntimeError, ValueError) as error:
@@ -106,5 +112,5 @@ class NoSaver:
         return False
 
     def save(self, trainer: "Trainer") -> bool:
-        """Do nothing."""
-        return False
+        """Do nothing, and nothing is missing."""
+        return True

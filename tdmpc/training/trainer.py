@@ -23,6 +23,10 @@ class Stopped(Exception):
     """The run was asked to stop, and its state is saved."""
 
 
+class UnsavedError(RuntimeError):
+    """The run has done all its steps, and what it came to could not be written."""
+
+
 @dataclass(frozen=True)
 class TrainerSettings:
     """When things happen; all in steps over all environments."""
@@ -109,6 +113,7 @@ class Trainer:
             EmptyReplayError: no episode of the seeding phase was as long as a slice.
             EnvironmentCrash: an environment failed in a way that is not part of the task.
             NonFiniteError: a loss or a gradient is not a finite number.
+            UnsavedError: the disk is full, and only an earlier step is saved.
             ExchangeError: workers that can only merge all together have lost one; the round is still due.
         """
         try:
@@ -136,8 +141,10 @@ class Trainer:
         if self._evaluated_at != self.step:
             self.evaluate()
             self._end_last_window()
-        self.save()
+        saved = self.save()
         self.merger.finish(**self._totals())
+        if not saved:
+            raise UnsavedError(f"the end of the run, step {self.step:,}, is not saved; make room and start it again")
 
     def _end_iteration(self) -> None:
         """Merge, log and save, each when due: the one point where a run stops and continues.
@@ -236,15 +243,15 @@ class Trainer:
             self.merger.report(**self._totals())
             raise Stopped
 
-    def save(self) -> None:
-        """Save all that continues the run exactly.
+    def save(self) -> bool:
+        """Save all that continues the run exactly; tell whether that, if it is wanted, was possible.
 
         Raises:
             NonFiniteError: a loss or gradient since the last row is not finite; the last checkpoint stays.
         """
         with self.progress.during(Phase.SAVING), self.timers("save"):
             self.recorder.check_finite(self.step)
-            self.saver.save(self)
+            return self.saver.save(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that continues the run exactly besides agent and replay, between two iterations."""

@@ -91,14 +91,14 @@ def test_an_environment_that_does_not_close_is_killed(monkeypatch):
     assert_closed(vector)
 
 
-def test_children_ignore_ctrl_c_and_have_one_thread():
+def test_children_ignore_the_signals_that_stop_a_run_and_have_one_thread():
     threads = os.environ.get("OMP_NUM_THREADS")
     with make_vector(PROCESS, 2, "async") as vector:
         obs = vector.reset(ALL, [0, 0])
-        np.testing.assert_array_equal(obs[:, :2], [[1, 1], [1, 1]])
+        np.testing.assert_array_equal(obs[:, :2], [[1, 3], [1, 3]])
         assert (obs[:, 2] != os.getpid()).all()
     assert os.environ.get("OMP_NUM_THREADS") == threads
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 SCRIPT = """
@@ -151,6 +151,17 @@ def test_children_end_when_their_parent_is_killed(tmp_path):
     process, children = run_script(tmp_path)
     process.kill()
     process.communicate()
+    assert_gone(children)
+
+
+def test_the_first_children_of_a_process_ignore_the_signals_that_stop_a_run_too(tmp_path):
+    process, children = run_script(tmp_path)
+    stopping = sum(1 << (number - 1) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+    for pid in children:
+        blocked = int(Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")[2].split()[0], 16)
+        assert blocked & stopping == stopping
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=30)
     assert_gone(children)
 
 

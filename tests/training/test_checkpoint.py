@@ -65,7 +65,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_whole_or_not_there(checkpoints
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", dying(fsync))
         patch.setattr(os, "rename", dying(rename))
-        patch.setattr(Checkpoints, "_remove_parts", lambda self: None)
+        patch.setattr(Checkpoints, "_remove_rest", lambda self: None)
         with contextlib.suppress(KeyboardInterrupt):
             checkpoints.save(40, content(4))
     survivor = Checkpoints(checkpoints.folder.parent, keep=2)
@@ -75,6 +75,67 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_whole_or_not_there(checkpoints
     survivor.save(60, content(6))
     assert not [name for name in names(survivor) if name.endswith(".part")]
     assert survivor.load(60)["b.json"] == {"value": 6}
+
+
+@pytest.mark.parametrize("call", range(1, 10))
+def test_a_kill_while_one_of_the_same_step_is_replaced_leaves_the_old_one_or_the_new_one(
+    checkpoints, monkeypatch, call
+):
+    checkpoints.save(20, content(2))
+    calls = iter(range(1, 100))
+    fsync, rename = os.fsync, os.rename
+
+    def dying(function):
+        def wrapped(*args, **kwargs):
+            if next(calls) >= call:
+                raise KeyboardInterrupt
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", dying(fsync))
+        patch.setattr(os, "rename", dying(rename))
+        patch.setattr(Checkpoints, "_remove_rest", lambda self: None)
+        with contextlib.suppress(KeyboardInterrupt):
+            checkpoints.save(20, content(3))
+    survivor = Checkpoints(checkpoints.folder.parent, keep=1)
+    assert survivor.steps() == [20]
+    assert survivor.load(20)["b.json"] in ({"value": 2}, {"value": 3})
+    survivor.save(20, content(4))
+    assert names(survivor) == ["20", "latest"]
+    assert survivor.load(20)["b.json"] == {"value": 4}
+
+
+def test_a_rename_that_fails_leaves_the_checkpoint_that_was_to_be_replaced(checkpoints, monkeypatch):
+    checkpoints.save(20, content(2))
+    rename = os.rename
+
+    def failing(source, target):
+        if str(target).endswith("/20"):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", failing)
+        with pytest.raises(OSError, match="Input/output"):
+            checkpoints.save(20, content(3))
+    assert checkpoints.load(20)["b.json"] == {"value": 2}
+    checkpoints.save(40, content(4))
+    checkpoints.save(60, content(6))
+    checkpoints.prune()
+    assert names(checkpoints) == ["40", "60", "latest"]
+
+
+def test_a_broken_one_does_not_push_out_those_that_are_written_after_falling_back(checkpoints):
+    for step in (20, 40):
+        checkpoints.save(step, content(step))
+    damage_by("truncate")(checkpoints.folder / "40")
+    load_newest(checkpoints, lambda step, state: None, lambda text: None)
+    checkpoints.keep = 1
+    checkpoints.save(30, content(3))
+    checkpoints.prune()
+    assert checkpoints.steps() == [30]
 
 
 def test_a_full_disk_leaves_the_last_good_one_and_no_rest(checkpoints, monkeypatch):
@@ -112,10 +173,17 @@ def damage_by(name):
         manifest = json.loads((folder / "manifest.json").read_text())
         (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
 
-    return {"truncate": truncate, "flip": flip, "remove": remove, "garble": garble, "age": age}[name]
+    def hollow(folder):
+        (folder / "manifest.json").write_text('{"format": 1}')
+
+    def listify(folder):
+        (folder / "manifest.json").write_text("[]")
+
+    functions = (truncate, flip, remove, garble, age, hollow, listify)
+    return {function.__name__: function for function in functions}[name]
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "garble", "age"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "garble", "age", "hollow", "listify"])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before_by_name(checkpoints, damage):
     for step in (20, 40):
         checkpoints.save(step, content(step))
@@ -123,8 +191,10 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_by_name(checkpoints, 
     used, warnings = [], []
     assert load_newest(checkpoints, lambda step, state: used.append(state["b.json"]), warnings.append) == 20
     assert used == [{"value": 20}]
-    assert len(warnings) == 1
+    assert len(warnings) == 2
     assert f"checkpoint {checkpoints.folder}/40 is broken" in warnings[0]
+    assert warnings[1] == f"the broken checkpoint is kept as {checkpoints.folder}/40.broken"
+    assert checkpoints.steps() == [20]
     damage_by(damage)(checkpoints.folder / "20")
     with pytest.raises(CheckpointError, match="is whole"):
         load_newest(checkpoints, lambda step, state: None, warnings.append)

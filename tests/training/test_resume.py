@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 
@@ -15,6 +16,7 @@ from tdmpc.keys import ConfigError
 from tdmpc.training.checkpoint import Checkpoints
 from tdmpc.training.progress import Phase
 from tdmpc.training.run_directory import RunDirectoryError
+from tdmpc.training.trainer import UnsavedError
 from tests.training.builders import TINY
 
 PHASES = [f"progress/{phase.value}_s" for phase in Phase]
@@ -211,12 +213,28 @@ def test_a_finished_run_says_so_and_goes_on_when_steps_are_raised(monkeypatch, t
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("latent_dim", 24), ("num_envs", 2), ("seed_steps", 60), ("env", {"max_length": 9}), ("horizon", 2)],
+    [
+        ("latent_dim", 24),
+        ("num_envs", 2),
+        ("seed_steps", 60),
+        ("env", {"max_length": 9}),
+        ("horizon", 2),
+        ("checkpoint", "agent.pt"),
+    ],
 )
 def test_a_key_that_cannot_change_is_refused_by_name(monkeypatch, tmp_path, key, value):
     train(monkeypatch, tmp_path, stop_at=60)
     with pytest.raises(ConfigError, match=f"^{key}=.*was started with.*cannot change"):
         train(monkeypatch, tmp_path, **{key: value})
+
+
+def test_a_changed_learning_rate_is_the_one_that_counts(monkeypatch, tmp_path):
+    train(monkeypatch, tmp_path, stop_at=60)
+    continued = train(monkeypatch, tmp_path, steps=90, lr=1e-2, enc_lr_scale=0.5)
+    assert "changed: lr=0.01 (was 0.0003)" in continued.text
+    learner = continued.trainer.agent.learner
+    groups = [*learner.optimizer.param_groups, *learner.policy_optimizer.param_groups]
+    assert [group["lr"] for group in groups] == [0.005, 0.01, 0.01]
 
 
 def test_never_resuming_refuses_a_used_directory(monkeypatch, tmp_path):
@@ -239,11 +257,89 @@ def test_a_run_continues_from_another_directory(monkeypatch, tmp_path):
         train(monkeypatch, tmp_path / "d", resume=str(tmp_path))
 
 
+def test_continuing_from_itself_by_another_spelling_loses_nothing(monkeypatch, tmp_path):
+    unbroken = train(monkeypatch, tmp_path / "a")
+    train(monkeypatch, tmp_path / "b", stop_at=123)
+    own = run_of(tmp_path / "b")
+    continued = train(monkeypatch, tmp_path / "b", resume=f"{own.parent}/../{own.parent.name}/seed-1", overwrite=True)
+    assert "from step 123" in continued.text
+    assert_same(state_of(unbroken.trainer), state_of(continued.trainer))
+    assert rows_of(tmp_path / "a") == rows_of(tmp_path / "b")
+
+
+def test_the_same_command_goes_on_with_a_run_that_was_copied_from_another_directory(monkeypatch, tmp_path):
+    unbroken = train(monkeypatch, tmp_path / "a")
+    train(monkeypatch, tmp_path / "b", stop_at=123)
+    command = {"resume": str(run_of(tmp_path / "b"))}
+    stopped = train(monkeypatch, tmp_path / "c", stop_at=180, **command)
+    assert "the same command continues" in stopped.text
+    continued = train(monkeypatch, tmp_path / "c", **command)
+    assert "from step 180" in continued.text
+    assert_same(state_of(unbroken.trainer), state_of(continued.trainer))
+    assert "finished at step 240" in train(monkeypatch, tmp_path / "c", **command).text
+
+
+def test_a_run_that_another_process_has_made_meanwhile_is_not_overwritten(monkeypatch, tmp_path):
+    find_origin = runs.find_origin
+
+    def find_origin_then_be_overtaken(*args, **keys):
+        origin = find_origin(*args, **keys)
+        with monkeypatch.context() as patch:
+            patch.setattr(runs, "find_origin", find_origin)
+            assert train(monkeypatch, tmp_path, steps=60).code == 0
+        monkeypatch.setattr(runs, "find_origin", find_origin)
+        return origin
+
+    monkeypatch.setattr(runs, "find_origin", find_origin_then_be_overtaken)
+    with pytest.raises(RunDirectoryError, match="another process has used it since"):
+        train(monkeypatch, tmp_path)
+    assert Checkpoints(run_of(tmp_path), keep=1).steps() == [60]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff{:", b"[]", b"{}"])
+def test_what_happens_to_the_files_for_people_does_not_keep_a_run_from_going_on(monkeypatch, tmp_path, content):
+    train(monkeypatch, tmp_path, stop_at=60)
+    for name in ("config.yaml", "summary.json"):
+        (run_of(tmp_path) / name).unlink()
+        if content is not None:
+            (run_of(tmp_path) / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^num_envs=2: .* was started with 3"):
+        train(monkeypatch, tmp_path, num_envs=2)
+    assert "from step 60" in train(monkeypatch, tmp_path, steps=90).text
+
+
+def test_a_run_whose_checkpoints_have_been_removed_is_not_overwritten(monkeypatch, tmp_path):
+    train(monkeypatch, tmp_path, steps=60)
+    shutil.rmtree(run_of(tmp_path) / "checkpoints")
+    curve = (run_of(tmp_path) / "eval.csv").read_text()
+    with pytest.raises(RunDirectoryError, match="holds a run"):
+        train(monkeypatch, tmp_path, steps=60)
+    assert (run_of(tmp_path) / "eval.csv").read_text() == curve
+
+
+def test_a_disk_that_is_full_before_the_run_begins_is_one_line(monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(runs, "describe", full)
+    with pytest.raises(RunDirectoryError, match=r"seed-1: cannot be written to \(No space left on device\)"):
+        train(monkeypatch, tmp_path)
+
+
+def test_a_stopped_run_says_what_it_takes_to_go_on(monkeypatch, tmp_path):
+    assert (
+        "nothing is saved with save_agent=false"
+        in train(monkeypatch, tmp_path / "a", stop_at=60, save_agent=False).text
+    )
+    overwriting = train(monkeypatch, tmp_path / "b", stop_at=60, overwrite=True)
+    assert "the same command without overwrite=true continues" in overwriting.text
+
+
 def test_every_file_of_a_checkpoint_loads_without_running_code(monkeypatch, tmp_path):
     train(monkeypatch, tmp_path, stop_at=123)
     folder = run_of(tmp_path) / "checkpoints/123"
     files = {path.name for path in folder.iterdir()}
-    assert files == {"manifest.json", "weights.pt", "learner.pt", "trainer.pt", "replay.json"}
+    assert files == {"manifest.json", "weights.pt", "learner.pt", "trainer.pt", "replay.json", "config.json"}
     for path in run_of(tmp_path).rglob("*.pt"):
         torch.load(path, weights_only=True)
 
@@ -257,6 +353,25 @@ def test_a_summary_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):
         stopped = train(monkeypatch, tmp_path, steps=60, stop_at=30)
     assert stopped.text.count("summary.json not written ([Errno 28] No space left on device)") == 1
     assert "stopped by" in stopped.text
+
+
+def test_a_run_whose_end_cannot_be_saved_has_not_finished_and_is_ended_again(monkeypatch, tmp_path):
+    unbroken = train(monkeypatch, tmp_path / "a")
+    save = Checkpoints.save
+
+    def save_until_the_disk_is_full(self, step, state):
+        if step >= 180:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(self, step, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", save_until_the_disk_is_full)
+        with pytest.raises(UnsavedError, match="step 240, is not saved"):
+            train(monkeypatch, tmp_path / "b", save_freq=60)
+    again = train(monkeypatch, tmp_path / "b", save_freq=60)
+    assert "from step 120" in again.text
+    assert_same(state_of(unbroken.trainer), state_of(again.trainer))
+    assert rows_of(tmp_path / "a") == rows_of(tmp_path / "b")
 
 
 def test_a_full_disk_keeps_the_last_checkpoint_warns_and_tries_again_when_next_due(monkeypatch, tmp_path):
