@@ -116,7 +116,7 @@ def _check_usable(env_id: str, env: gymnasium.Env) -> None:
 
 
 def _is_float_box(space: gymnasium.Space) -> TypeGuard[Box]:
-    return isinstance(space, Box) and np.issubdtype(space.dtype, np.floating)
+    return isinstance(space, Box) and np.issubdtype(space.dtype, np.floating) and 0 not in space.shape
 
 
 def _one_line(value: object) -> str:

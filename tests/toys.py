@@ -127,6 +127,17 @@ class ToyDict(Toy):
         self.observation_space = Dict({"a": Box(0, 1, (2,), np.float32)})
 
 
+class ToyIdle(Toy):
+    def __init__(self) -> None:
+        super().__init__(action_size=0)
+
+
+class ToyBlind(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = Box(-1, 1, (0,), np.float32)
+
+
 class ToyProcess(Toy):
     """Observe how the process was set up: its threads, how many of the signals that stop a run it ignores, its id."""
 
@@ -147,4 +158,6 @@ gymnasium.register("ToyRepeatable-v0", ToyRepeatable, max_episode_steps=MAX_EPIS
 gymnasium.register("ToyForgetful-v0", ToyForgetful, max_episode_steps=MAX_EPISODE_STEPS)
 gymnasium.register("ToyDiscrete-v0", ToyDiscrete, max_episode_steps=MAX_EPISODE_STEPS)
 gymnasium.register("ToyDict-v0", ToyDict, max_episode_steps=MAX_EPISODE_STEPS)
+gymnasium.register("ToyIdle-v0", ToyIdle, max_episode_steps=MAX_EPISODE_STEPS)
+gymnasium.register("ToyBlind-v0", ToyBlind, max_episode_steps=MAX_EPISODE_STEPS)
 gymnasium.register("ToyProcess-v0", ToyProcess, max_episode_steps=MAX_EPISODE_STEPS)

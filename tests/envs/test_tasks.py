@@ -109,6 +109,8 @@ def test_an_option_that_the_environment_does_not_have_is_refused():
     [
         ("gym:CartPole-v1", "a bounded Box of floats"),
         ("gym:tests.toys:ToyDiscrete-v0", "a bounded Box of floats"),
+        ("gym:tests.toys:ToyIdle-v0", "a bounded Box of floats"),
+        ("gym:tests.toys:ToyBlind-v0", "a Box of floats"),
         ("gym:tests.toys:ToyDict-v0", "a Box of floats"),
         ("gym:tests.toys:ToyEndless-v0", "env.max_episode_steps=N"),
         ("gym:no_such_package.toys:Toy-v0", "no module 'no_such_package'"),
