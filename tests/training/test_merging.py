@@ -168,6 +168,7 @@ def test_one_killed_before_its_first_checkpoint_starts_anew_in_the_same_group(mo
     group = json.loads((run_of(tmp_path, 1).parent / "exchange/group.json").read_text())["id"]
     for name in ("checkpoints", "replay"):
         shutil.rmtree(run_of(tmp_path, 1) / name)
+    (run_of(tmp_path, 1) / "summary.json").unlink()  # which a kill does not leave either
     anew = merging(monkeypatch, tmp_path, 1)
     assert anew.trainer.progress.total.merges == 4
     assert json.loads((run_of(tmp_path, 1).parent / "exchange/group.json").read_text())["id"] == group
