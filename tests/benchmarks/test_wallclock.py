@@ -269,7 +269,7 @@ def test_two_variants_are_really_trained_and_compared():
         *("num_pi_trajs=2", "batch_size=8", "buffer_size=10000", "seed_steps=40", "eval_episodes=1", "eval_freq=200"),
         *("log_freq=20", "compile=false", "model_size=1", "threads=1"),
     ]
-    suite = ["suite=wallclock", "task=gym:Pendulum-v1", "seeds=1", "budget_minutes=0.03", "out=out"]
+    suite = ["suite=wallclock", "task=gym:Pendulum-v1", "seeds=1", "budget_minutes=0.1", "out=out"]
     variants = "variants=[default,'wide=[num_envs=4,steps_per_update=4]']"
     command = [sys.executable, str(REPOSITORY / "scripts/benchmark.py"), *suite, variants, *tiny]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -279,7 +279,7 @@ def test_two_variants_are_really_trained_and_compared():
     for line in results():
         assert line["status"] == "done"
         charged = sum(float(line[f"{phase}_s"]) for phase in ("seeding", "pretraining", "training", "merging"))
-        assert 1.8 <= charged < 30
+        assert 6 <= charged < 60
         assert float(line["steps"]) > 40
         assert float(line["final_return"]) < 0
         assert float(line["peak_bytes"]) > 1e8
