@@ -95,7 +95,7 @@ def _own_s(path: str, total: Window) -> float:
     stats = total.sections[path]
     if not _on_device(stats):
         return stats.self_s
-    inside = [stats for name, stats in total.sections.items() if name.rpartition("/")[0] == path]
+    inside = [inner for name, inner in total.sections.items() if name.rpartition("/")[0] == path]
     return max(0.0, _device_s(stats) - sum(map(_device_s, inside)))
 
 

@@ -38,12 +38,13 @@ def find_origin(run: Path, resume: str, *, overwrite: bool) -> Origin | None:
     Raises:
         RunDirectoryError: its directory is used and not to be continued, or there is nothing to continue.
     """
-    if resume not in ("auto", "never") and not _is_own(run, resume, overwrite=overwrite):
+    names_a_run = resume not in ("auto", "never")
+    if names_a_run and not _is_own(run, resume, overwrite=overwrite):
         refuse_used(run, overwrite=overwrite)
         if not Checkpoints(Path(resume), keep=1).steps():
             raise RunDirectoryError(f"resume={resume}: holds no checkpoint; must be auto, never or a run directory")
         return _origin(Path(resume))
-    if overwrite and resume in ("auto", "never"):
+    if overwrite and not names_a_run:
         return None
     if resume != "never" and Checkpoints(run, keep=1).steps():
         return _origin(run)

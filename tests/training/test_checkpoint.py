@@ -47,10 +47,8 @@ def test_one_of_the_same_step_is_replaced(checkpoints):
     assert names(checkpoints) == ["40", "latest"]
 
 
-@pytest.mark.parametrize("call", range(1, 9))
-def test_a_kill_at_any_moment_leaves_a_checkpoint_whole_or_not_there(checkpoints, monkeypatch, call):
-    """A kill is an exception that nothing catches, before the n-th call that makes something durable."""
-    checkpoints.save(20, content(2))
+def save_killed_at(monkeypatch, call, checkpoints, step, state):
+    """Save, and be killed: by an exception that nothing catches, before the n-th call that makes something durable."""
     calls = iter(range(1, 100))
     fsync, rename = os.fsync, os.rename
 
@@ -67,7 +65,13 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_whole_or_not_there(checkpoints
         patch.setattr(os, "rename", dying(rename))
         patch.setattr(Checkpoints, "_remove_rest", lambda self: None)
         with contextlib.suppress(KeyboardInterrupt):
-            checkpoints.save(40, content(4))
+            checkpoints.save(step, state)
+
+
+@pytest.mark.parametrize("call", range(1, 9))
+def test_a_kill_at_any_moment_leaves_a_checkpoint_whole_or_not_there(checkpoints, monkeypatch, call):
+    checkpoints.save(20, content(2))
+    save_killed_at(monkeypatch, call, checkpoints, 40, content(4))
     survivor = Checkpoints(checkpoints.folder.parent, keep=2)
     assert survivor.steps() in ([20], [20, 40])
     for step in survivor.steps():
@@ -82,23 +86,7 @@ def test_a_kill_while_one_of_the_same_step_is_replaced_leaves_the_old_one_or_the
     checkpoints, monkeypatch, call
 ):
     checkpoints.save(20, content(2))
-    calls = iter(range(1, 100))
-    fsync, rename = os.fsync, os.rename
-
-    def dying(function):
-        def wrapped(*args, **kwargs):
-            if next(calls) >= call:
-                raise KeyboardInterrupt
-            return function(*args, **kwargs)
-
-        return wrapped
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", dying(fsync))
-        patch.setattr(os, "rename", dying(rename))
-        patch.setattr(Checkpoints, "_remove_rest", lambda self: None)
-        with contextlib.suppress(KeyboardInterrupt):
-            checkpoints.save(20, content(3))
+    save_killed_at(monkeypatch, call, checkpoints, 20, content(3))
     survivor = Checkpoints(checkpoints.folder.parent, keep=1)
     assert survivor.steps() == [20]
     assert survivor.load(20)["b.json"] in ({"value": 2}, {"value": 3})
