@@ -495,17 +495,26 @@ def test_the_stack_of_a_thread_that_ended_serves_the_next(timers, clock):
 
 def test_windows_may_end_in_another_thread_while_sections_run():
     clock = itertools.count().__next__  # every reading differs, so that none can be lost or counted twice unseen
-    timers, windows, calls = Timers(clock), [], 0
-    thread = threading.Thread(target=lambda: windows.extend(timers.window() for _ in range(200)))
+    timers, windows, calls = Timers(clock), [], 5_000
+    begun, done = threading.Event(), threading.Event()
+
+    def end_windows() -> None:
+        while not done.is_set():
+            windows.append(timers.window())
+            begun.set()
+
+    thread = threading.Thread(target=end_windows)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         thread.start()
-        while thread.is_alive():
+        begun.wait()
+        for _ in range(calls):
             with timers("a"):
                 timers.record("b")
-            calls += 1
     finally:
+        done.set()
+        thread.join()
         sys.setswitchinterval(interval)
     windows.append(timers.window())
     assert sum(window.wall_s for window in windows) == clock() - 1
