@@ -1,5 +1,6 @@
 """What the scripts do, from a checked configuration to a readable end."""
 
+import os
 from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -53,6 +54,7 @@ def train(config: TrainConfig, label: str = "") -> None:
         label: sets its lines apart from those of others on the same console.
     """
     run = run_directory(config)
+    _check_run_root(config.run_root, run)
     check_task(config.task, config.env)
     check_meeting(config)
     origin = find_origin(run, config.resume, overwrite=config.overwrite)
@@ -85,6 +87,19 @@ def train(config: TrainConfig, label: str = "") -> None:
         recorder.announce(f"run directory: {run}")
         with stop.listening():
             _run(trainer, run, config, stop)
+
+
+def _check_run_root(run_root: str, run: Path) -> None:
+    """Refuse early where no run can be written.
+
+    Raises:
+        ConfigError: what exists of the path to the run directory is no directory, or may not be written to.
+    """
+    nearest = next(path for path in (run, *run.parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"run_root={run_root}: {nearest} is not a directory, so {run} cannot be made in it")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"run_root={run_root}: {nearest} may not be written to; choose another directory")
 
 
 def _announce_changes(origin: Origin, config: TrainConfig, recorder: Recorder) -> None:

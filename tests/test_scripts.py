@@ -91,6 +91,7 @@ def test_train_then_evaluate_then_train_on_from_the_weights(tmp_path):
         (["buffer_size=1e12"], "GB are free"),
         (["env.max_episode_steps=0"], "max_episode_steps"),
         (["num_env=3"], "num_envs"),
+        ([f"run_root={GOLDEN}/q2.pt"], "q2.pt is not a directory"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing_behind(tmp_path, arguments, message):

@@ -4,12 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tdmpc.replay import EmptyReplayError
 from tdmpc.training.collector import Collector, Ended
 from tdmpc.training.evaluation import Evaluation, Evaluator
 from tdmpc.training.progress import Counts, Phase, Progress, ProgressView
 from tdmpc.training.schedule import Every, Ratio
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from tdmpc.agent.agent import TDMPC2
     from tdmpc.merging.merger import NoMerge
     from tdmpc.replay import ReplayBuffer
@@ -320,10 +323,20 @@ class Trainer:
             self.collector.envs.check_alive()
             self.trace(self.progress.total.updates)
             with self.timers("replay"), self.timers("sample"):
-                batch = self.replay.sample(self.settings.batch_size)
+                batch = self._sample()
             with self.timers("update"):
                 self.recorder.record_update(self.agent.update(batch))
             self.progress.advance(updates=1)
+
+    def _sample(self) -> "TensorDict":
+        try:
+            return self.replay.sample(self.settings.batch_size)
+        except EmptyReplayError as error:
+            failed = self.progress.total.failed_episodes
+            if not failed:
+                raise
+            lost = f"{failed} episodes were discarded because their simulation failed"
+            raise EmptyReplayError(f"{error}; {lost}") from None
 
     def _advance(self, ended: Ended) -> None:
         """Take note of a step; the one place where it counts."""

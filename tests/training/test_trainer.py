@@ -176,6 +176,15 @@ def test_episodes_shorter_than_a_slice_stop_the_run_with_the_key(tmp_path):
         trainer.train()
 
 
+def test_where_nothing_can_be_sampled_discarded_episodes_are_named_too(tmp_path):
+    env = {"min_length": 1, "max_length": 2, "trouble": "physics", "trouble_at": 1}
+    with (
+        toy_trainer(tmp_path, num_envs=2, steps=200, env=env) as (trainer, _),
+        pytest.raises(EmptyReplayError, match=r"^horizon=3.*; 2 episodes were discarded"),
+    ):
+        trainer.train()
+
+
 def test_every_environment_of_every_seed_starts_differently(tmp_path):
     starts = []
     for seed in range(4):
