@@ -78,7 +78,7 @@ def test_options_of_the_environment_need_no_declaration(arguments):
 
 def test_the_command_line_wins_over_a_preset():
     preset = train_config("experiment=quickstart")
-    assert (preset.task, preset.model_size, preset.num_envs) == ("cup-catch", 1, 4)
+    assert (preset.task, preset.model_size, preset.num_envs) == ("reacher-easy", 1, 16)
     for order in (("experiment=quickstart", "steps=100"), ("steps=100", "experiment=quickstart")):
         assert train_config(*order).steps == 100
 
