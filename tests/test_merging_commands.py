@@ -36,6 +36,11 @@ def merges_of(worker):
     return [row["merge/round"] for row in rows if row.get("merge/peers", 0) > 0]
 
 
+def episodes_read_by(worker):
+    rows = [json.loads(line) for line in (worker / "metrics.jsonl").read_text().splitlines()]
+    return sum(row.get("merge/episodes_read", 0) for row in rows)
+
+
 def assert_merged(group, members, steps=240, rounds=4):
     """All members have gone through the same rounds, the last one at the last step, so they end with the same bits."""
     first, *others = (weights_of(group / f"worker-{worker}", steps) for worker in members)
@@ -101,10 +106,14 @@ def test_a_worker_that_is_killed_stops_none_of_the_others_and_goes_on_alone(tmp_
 
 
 @pytest.mark.slow
-def test_workers_of_submitit_merge(tmp_path):
-    ended = run(tmp_path, "train.py", "-m", "hydra/launcher=submitit_local", *SMALL, *MEAN, "merge.worker=0,1,2")
+def test_workers_of_submitit_merge_and_share_their_episodes(tmp_path):
+    both = [*SMALL, *MEAN, "merge.share=both", "merge.worker=0,1,2"]
+    ended = run(tmp_path, "train.py", "-m", "hydra/launcher=submitit_local", *both)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert_merged(group_of(tmp_path), (1, 2))
+    group = group_of(tmp_path)
+    assert_merged(group, (1, 2))
+    # Two environments with episodes of 50 steps: the other member has ended two by its step 100, four by 200.
+    assert [episodes_read_by(group / f"worker-{worker}") for worker in (0, 1, 2)] == [0, 4, 4]
     logs = [path.read_text() for path in (tmp_path / "runs/.submitit").glob("*/*.out")]
     assert len(logs) == 3
     assert sorted(log.count("4 merges in") for log in logs) == [0, 1, 1]

@@ -154,8 +154,8 @@ class Merger(Control):
 
     In a round a worker publishes its state, reads those of the others, and takes over what its strategy makes of
     their mean. One that finds nobody's state but its own stays as it is. Where experience is shared, it gives and takes
-    episodes besides. Where it cannot publish, because a disk is
-    full or gone, it trains on and tries again in the next round; a collective exchange has no next round without it.
+    episodes besides. Where it cannot publish, because a disk is full or gone, it trains on and tries again in the next
+    round; a collective exchange has no next round without it.
 
     Args:
         exchange: where workers meet.
