@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -87,6 +87,7 @@ def build_trainer(
     recorder: Recorder,
     stack: ExitStack,
     should_stop: Callable[[], bool] = lambda: False,
+    breaking_off: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Trainer:
     """Build everything that a run needs.
 
@@ -96,6 +97,7 @@ def build_trainer(
         recorder: where its metrics go.
         stack: closes what was opened.
         should_stop: asked after every iteration.
+        breaking_off: a context that a stop ends at once, for what leaves nothing behind.
 
     Raises:
         ConfigError, TaskError, CheckpointError: a key does not fit what it names.
@@ -132,6 +134,7 @@ def build_trainer(
         saver=_saver(config, run, replay, recorder),
         merger=build_merger(config, run, agent, replay, seed_steps, timers, recorder.announce, should_stop),
         should_stop=should_stop,
+        breaking_off=breaking_off,
         system=SystemMetrics(device, lambda: replay.nbytes),
         trace=_trace(config, run, recorder, stack),
         progress=progress,

@@ -62,12 +62,12 @@ def train(config: TrainConfig, label: str = "") -> None:
     if origin is not None:
         _announce_changes(origin, config, recorder)
         if origin.run == run and origin.finished_at is not None and origin.finished_at >= config.steps:
-            recorder.announce(_already_finished(run, origin.finished_at))
+            recorder.announce(_already_finished(run, origin.finished_at, config))
             return
     stop = StopRequest()
     with ExitStack() as stack:
         stack.callback(recorder.close)
-        trainer = build_trainer(config, run, recorder, stack, should_stop=stop)
+        trainer = build_trainer(config, run, recorder, stack, should_stop=stop, breaking_off=stop.breaking_off)
         # Only now that everything fits together is anything written, or overwritten.
         stack.enter_context(claim(run))
         if find_origin(run, config.resume, overwrite=config.overwrite) != origin:
@@ -118,10 +118,10 @@ def _announce_changes(origin: Origin, config: TrainConfig, recorder: Recorder) -
             recorder.announce(f"changed: {name}={shown(now)} (was {shown(before)})")
 
 
-def _already_finished(run: Path, step: int) -> str:
+def _already_finished(run: Path, step: int, config: TrainConfig) -> str:
     return (
         f"{run}: finished at step {step:,}. To go on, raise steps; to start anew, set overwrite=true or another "
-        f"exp_name; to evaluate it, python scripts/evaluate.py checkpoint={run}"
+        f"exp_name; to evaluate it, {_evaluate_command(run, config)}"
     )
 
 
@@ -249,18 +249,19 @@ def _farewell(trainer: Trainer, run: Path, config: TrainConfig) -> str:
         f"pictures: python scripts/plot.py {run}",
     ]
     if config.save_agent and counts.updates:
-        lines.append(f"evaluate: python scripts/evaluate.py checkpoint={run} {_evaluation_keys(config)}")
+        lines.append(f"evaluate: {_evaluate_command(run, config)}")
     return "\n".join(lines)
 
 
-def _evaluation_keys(config: TrainConfig) -> str:
-    """Return the keys of `evaluate.py` that make it act as this run did."""
+def _evaluate_command(run: Path, config: TrainConfig) -> str:
+    """Return the command that evaluates a run with everything that makes the agent act as it did there."""
     left_out = ("checkpoint", "eval_episodes", "num_envs", "env", "seed", "csv", "save_video", "video_dir")
     names = [f.name for f in fields(EvaluateConfig) if f.name not in left_out]
     default = TrainConfig()
     changed = [name for name in names if name == "task" or getattr(config, name) != getattr(default, name)]
     options = [f"env.{name}={shown(value)}" for name, value in config.env.items()]
-    return " ".join([*(f"{name}={shown(getattr(config, name))}" for name in changed), *options])
+    keys = (f"{name}={shown(getattr(config, name))}" for name in changed)
+    return " ".join(["python scripts/evaluate.py", f"checkpoint={run}", *keys, *options])
 
 
 def evaluate(config: EvaluateConfig) -> None:

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from tdmpc.agent.compiler_cache import remove_torn_libraries
 from tdmpc.agent.compute import EAGER, Compute
 from tdmpc.agent.learner import Batch, Learner, UpdateNoise
 from tdmpc.agent.planner import Planner, PlannerNoise, PlannerState, shift
@@ -89,17 +90,27 @@ class TDMPC2:
         """
         if not self.compute.compile:
             return None
+        compute = self.compute
         try:
-            for count in num_envs if self.planner.mpc else ():
-                state = self.initial_state(count, seed=0)
-                obs = torch.zeros(count, self.network.observation_size, device=self.device)
-                self.act(obs, state, torch.ones(count, dtype=torch.bool, device=self.device), explore=True)
-            if self._learner is not None:
-                self._learner.compile(batch_size)
+            try:
+                self._compile(num_envs, batch_size)
+            except Exception:
+                if not remove_torn_libraries():
+                    raise
+                self._use(compute)
+                self._compile(num_envs, batch_size)
         except Exception as error:  # whatever a compiler and its tool chain come up with
             self._use(EAGER)
             return str(error).strip().splitlines()[0]
         return None
+
+    def _compile(self, num_envs: Collection[int], batch_size: int) -> None:
+        for count in num_envs if self.planner.mpc else ():
+            state = self.initial_state(count, seed=0)
+            obs = torch.zeros(count, self.network.observation_size, device=self.device)
+            self.act(obs, state, torch.ones(count, dtype=torch.bool, device=self.device), explore=True)
+        if self._learner is not None:
+            self._learner.compile(batch_size)
 
     def _use(self, compute: Compute) -> None:
         self.compute = compute

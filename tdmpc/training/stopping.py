@@ -15,6 +15,10 @@ STOP_FILE = "TDMPC_STOP_FILE"
 """The environment variable that names a file which, once it exists, asks to stop, as SIGTERM does."""
 
 
+class BrokenOff(BaseException):
+    """A signal has asked to stop amid something that need not be ended; no `except Exception` stops it."""
+
+
 class StopRequest:
     """Remember that something has asked the run to stop, so that it does where it can continue exactly.
 
@@ -23,6 +27,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._at_once = False
         self._file = Path(os.environ[STOP_FILE]) if os.environ.get(STOP_FILE) else None
 
     def __call__(self) -> bool:
@@ -46,7 +51,20 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    @contextmanager
+    def breaking_off(self) -> Iterator[None]:
+        """Break off what is done in this context as soon as a signal asks to stop."""
+        self._at_once = True
+        try:
+            yield
+        except BrokenOff:
+            pass
+        finally:
+            self._at_once = False
+
     def _request(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = self.signal or signal.Signals(number)
+        if self._at_once:
+            raise BrokenOff

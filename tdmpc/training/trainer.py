@@ -1,6 +1,7 @@
 """The online loop: act, step the environments, update, merge, evaluate."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,7 @@ class Trainer:
         system: returns metrics of the machine for a row.
         trace: called with the number of updates done before every update.
         should_stop: asked after every iteration.
+        breaking_off: a context that a stop ends at once, for what leaves nothing behind.
         progress: where it counts, begun with the run; by default one that begins here.
     """
 
@@ -83,11 +85,13 @@ class Trainer:
         system: Callable[[], dict[str, float]] = dict,
         trace: Callable[[int], None] = lambda update: None,
         should_stop: Callable[[], bool] = lambda: False,
+        breaking_off: Callable[[], AbstractContextManager[None]] = nullcontext,
         progress: Progress | None = None,
     ) -> None:
         self.agent, self.collector, self.replay, self.evaluator = agent, collector, replay, evaluator
         self.recorder, self.timers, self.settings, self.videos = recorder, timers, settings, videos
         self.saver, self.merger, self.system, self.trace, self.should_stop = saver, merger, system, trace, should_stop
+        self.breaking_off = breaking_off
         self.progress = progress or Progress()
         self.last_evaluation: Evaluation | None = None
         self.should_log = Every(settings.log_freq, start=settings.log_freq)
@@ -200,10 +204,14 @@ class Trainer:
             return
         self.recorder.announce("compiling plan and update; the next start finds them on disk ...")
         num_envs = {self.collector.envs.num_envs, self.evaluator.envs.num_envs}
+        failure = None
         with self.progress.during(Phase.COMPILING), self.timers("compile"):
             began = self.progress.view()
-            failure = self.agent.compile(sorted(num_envs), self.settings.batch_size)
+            with self.breaking_off():
+                failure = self.agent.compile(sorted(num_envs), self.settings.batch_size)
             seconds = self.progress.view().total_elapsed_s - began.total_elapsed_s
+        if self.should_stop():  # and Ctrl-C in a terminal stops the compiler too, which then has failed
+            self._save_if_due()
         outcome = f"compiled in {seconds:.0f} s"
         self.recorder.announce(f"warning: compile: going on without it: {failure}" if failure else outcome)
 

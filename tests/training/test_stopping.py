@@ -25,6 +25,16 @@ def test_a_second_ctrl_c_does_not_wait():
     assert stop.signal == signal.SIGTERM
 
 
+def test_what_need_not_be_ended_is_broken_off_at_once():
+    stop, came_far = StopRequest(), []
+    with stop.listening():
+        with stop.breaking_off():
+            os.kill(os.getpid(), signal.SIGTERM)
+            came_far.append("beyond the signal")
+        assert (stop.signal, came_far) == (signal.SIGTERM, [])
+        os.kill(os.getpid(), signal.SIGTERM)  # which is too late to break off anything
+
+
 def test_what_the_signals_did_before_comes_back():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     with StopRequest().listening():
