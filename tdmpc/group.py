@@ -110,7 +110,10 @@ def _write_table(merge: Merge, directory: Path, statuses: Mapping[int, Status]) 
 
 def group_table(merge: Merge, statuses: Mapping[int, Status]) -> str:
     """Return what became of every worker, as a table for people."""
-    head = f"{'worker':>6}{'return':>10}{'steps':>12}{'updates':>12}{'merges':>8}{'time':>10}  merge={merge.strategy}"
+    kind = (
+        f"merge={merge.strategy}" if merge.share == "weights" else f"merge={merge.strategy} merge.share={merge.share}"
+    )
+    head = f"{'worker':>6}{'return':>10}{'steps':>12}{'updates':>12}{'merges':>8}{'time':>10}  {kind}"
     workers = range(merge.workers or 0)
     return "\n".join([head, *(_table_line(merge, worker, statuses.get(worker)) for worker in workers)])
 

@@ -45,8 +45,8 @@ STOPPED = 128
 """From this exit code on a signal has ended a program; less this, it is the signal."""
 _PLUGINS = {
     "joblib": ("hydra_joblib_launcher", "hydra-joblib-launcher"),
-    "submitit_local": ("hydra_submitit_launcher", "'tdmpc[slurm]'"),
-    "submitit_slurm": ("hydra_submitit_launcher", "'tdmpc[slurm]'"),
+    "submitit_local": ("hydra_submitit_launcher", "-e '.[slurm]'"),
+    "submitit_slurm": ("hydra_submitit_launcher", "-e '.[slurm]'"),
 }
 
 

@@ -67,7 +67,7 @@ def test_a_multirun_that_cannot_merge_is_refused_in_one_line(arguments, message)
 def test_a_launcher_that_is_not_installed_is_named_with_its_package(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"^hydra/launcher=submitit_slurm: is not installed; pip install 'tdmpc\[slurm\]'"
+        ConfigError, match=r"^hydra/launcher=submitit_slurm: is not installed; pip install -e '.\[slurm\]'"
     ):
         added("hydra/launcher=submitit_slurm", "merge.worker=0,1")
 

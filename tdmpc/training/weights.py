@@ -1,5 +1,6 @@
 """Saved weights, read from our own format or the published one. A run keeps them with its checkpoints."""
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ def load_weights(source: str) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what a file that is no checkpoint makes of the unpickler is anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # whose text advises to load it whatever it may run
+            reason = "not a file of tensors and numbers alone"
         raise CheckpointError(f"checkpoint={source}: {path} cannot be read as a checkpoint ({reason})") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"checkpoint={source}: {path} holds no checkpoint")
